@@ -22,7 +22,7 @@ from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.models.model import Rank
+from kvkeep.engine.models.model import Rank, Segment
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
@@ -521,3 +521,29 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
     yield make
     for each in rigs if request.node.stash[PASSED] else ():
         each.done()
+
+
+class FailingModel(OracleModel):
+    """Raises `error` in forward pass number `fail_at` from now on: before it writes any KV, or
+    after where `late` is set."""
+
+    fail_at = 0
+    error: BaseException = RuntimeError("out of memory")
+    late = False
+
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
+        self.fail_at -= 1
+        fails = self.fail_at == 0
+        if fails and not self.late:
+            raise self.error
+        logits = super().forward(segments, ranks, block_tokens)
+        if fails:
+            raise self.error
+        return logits
+
+
+@pytest.fixture
+def failing_model() -> FailingModel:
+    return FailingModel()

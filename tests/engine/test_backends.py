@@ -61,10 +61,8 @@ def answered(cache: Any) -> Answer:
 def test_no_connector_is_no_backend() -> None:
     assert backend_of(None) is None
     assert backend_of(KVTransferConfig()) is None
-    assert (
-        backend_of(KVTransferConfig(kv_connector_extra_config={"kvkeep.address": "tcp://h:1"}))
-        is None
-    )
+    address = {"kvkeep.address": "tcp://h:1"}
+    assert backend_of(KVTransferConfig(kv_connector_extra_config=address)) is None
 
 
 def test_the_connector_says_which_backend() -> None:
@@ -81,13 +79,15 @@ def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) ->
     def address(**extra: Any) -> str:
         backend = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
         assert isinstance(backend, ServerBackend)
-        return backend._options.address
+        cache: Any = backend.lookup_side(SHAPE)
+        cache.close()
+        return str(cache.connection.options.address)
 
     assert address() == "tcp://localhost:5555"
     assert address(**{"kvkeep.port": 7}) == "tcp://localhost:7"
-    assert address(**{"kvkeep.address": "tcp://h:9"}) == "tcp://h:9"
-    monkeypatch.setenv("KVKEEP_ADDRESS", "tcp://elsewhere:1")
-    assert address() == "tcp://elsewhere:1"
+    assert address(**{"kvkeep.address": "tcp://127.0.0.1:9"}) == "tcp://127.0.0.1:9"
+    monkeypatch.setenv("KVKEEP_ADDRESS", "tcp://127.0.0.2:1")
+    assert address() == "tcp://127.0.0.2:1"
     with pytest.raises(SettingsError, match=r"kvkeep\.nonsense"):
         address(**{"kvkeep.nonsense": 1})
 
@@ -97,9 +97,8 @@ def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_when_to_load_is_what_the_config_says(extra: dict[str, Any], when: str) -> None:
     server = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
-    native = backend_of(
-        KVTransferConfig("NativeConnector", None, {"cpu_bytes_to_use": 16 << 20, **extra})
-    )
+    extra = {"cpu_bytes_to_use": 16 << 20, **extra}
+    native = backend_of(KVTransferConfig("NativeConnector", None, extra))
     assert server is not None and native is not None
     assert server.load_when == native.load_when == when
     native.close()
@@ -121,9 +120,7 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(
     cache = backend.lookup_side(SHAPE)
     backend.connect()
     assert len(patience) == 9
-    assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), (
-        "not one patience for each; a millisecond is rounding"
-    )
+    assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), "one patience, rounded 9 times"
     answer = cache.answer(cache.lookup(None, KEYS))
     assert isinstance(answer, Answer) and (answer.blocks, answer.failure) == (0, "not_connected")
     for side in (*sides, cache):
@@ -134,9 +131,8 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(
 def test_every_rank_and_the_scheduler_has_a_connection_of_its_own() -> None:
     backend = NativeBackend(2 << 20)
     shape = BlockShape(IDENTITY, (128, 128))
-    ranks = [
-        backend.transfer_side(shape, ParallelStrategy.of(tp_size=2, rank=rank)) for rank in range(2)
-    ]
+    strategies = [ParallelStrategy.of(tp_size=2, rank=rank) for rank in range(2)]
+    ranks = [backend.transfer_side(shape, strategy) for strategy in strategies]
     cache = backend.lookup_side(shape)
     for rank in ranks:
         rank.register_kv_caches([torch.zeros((4, 32))])
@@ -155,11 +151,8 @@ def test_native_moves_blocks_and_two_do_not_share() -> None:
     one, two = NativeBackend(2 << 20), NativeBackend(2 << 20)
     assert len(pools() - before) == 2
     memory = torch.arange(4 * 64, dtype=torch.float32).reshape(4, 64)
-    worker, cache, other = (
-        one.transfer_side(SHAPE, ParallelStrategy.of()),
-        one.lookup_side(SHAPE),
-        two.lookup_side(SHAPE),
-    )
+    worker = one.transfer_side(SHAPE, ParallelStrategy.of())
+    cache, other = one.lookup_side(SHAPE), two.lookup_side(SHAPE)
     worker.register_kv_caches([memory])
     one.connect()
     two.connect()

@@ -1,5 +1,4 @@
-"""A step that breaks off anywhere: wrong KV, lost blocks and jobs without an end must not follow
-from it."""
+"""A step may break off anywhere. No wrong KV, lost block or job without an end follows from it."""
 
 from __future__ import annotations
 
@@ -54,22 +53,24 @@ def answers() -> list[list[int]]:
 
 
 class Driven:
-    """An engine that has so few blocks that they change hands, and whose steps may fail: then it
-    goes on."""
+    """An engine with so few blocks that they change hands. When a step fails, it goes on."""
 
     def __init__(
         self, *, sync: bool, tp_size: int = 1, real: bool = False, aborts: bool = False
     ) -> None:
-        self.simulation = (
-            None if real else SimulatedCache(1, CacheFaults(delay=(0, 5)), pool_bytes=1 << 21)
-        )
+        simulated = SimulatedCache(1, CacheFaults(delay=(0, 5)), pool_bytes=1 << 21)
+        self.simulation = None if real else simulated
         options = {"num_blocks": 14, "max_num_batched_tokens": 40, "tensor_parallel_size": tp_size}
         config = EngineConfig(block_tokens=4, sync_loads=sync, **options)  # type: ignore[arg-type]
-        backend = (
-            NativeBackend(4 << 20, load_when="always")
-            if self.simulation is None
-            else self.simulation
-        )
+        backend: Any = NativeBackend(4 << 20, load_when="always") if real else simulated
+        self.worker_sides: list[Any] = []  # of the cache, one for each rank
+        make_side = backend.transfer_side
+
+        def transfer_side(*args: Any) -> Any:
+            self.worker_sides.append(make_side(*args))
+            return self.worker_sides[-1]
+
+        backend.transfer_side = transfer_side
         self.engine = Engine(model(), config, backend)
         self.step: Callable[[], object] = self.engine.step
         self.faults = 0
@@ -77,9 +78,13 @@ class Driven:
         self._answers = answers()
 
     def serve(self, limit: int = 5000) -> None:
-        """All prompts are answered as they should be. After a failed step the same engine goes on,
-        or everybody comes again."""
+        """Every prompt gets its right answer. After a failed step the engine goes on with the same
+        requests, or is asked all prompts again."""
         self.rest_of(self._add(), limit)
+
+    def serve_and_rest(self) -> None:
+        self.serve()
+        self.rest()
 
     def rest_of(self, requests: list[Request], limit: int = 5000) -> None:
         for _ in range(limit):
@@ -93,7 +98,7 @@ class Driven:
         assert {request.finish_reason for request in requests} == {"length"}
 
     def rest(self, limit: int = 5000) -> None:
-        """Every job ends, and nobody holds a block."""
+        """Every job ends, and every block is free."""
         for _ in range(limit):
             if not self.engine.has_jobs:
                 break
@@ -102,13 +107,11 @@ class Driven:
         assert self.engine.scheduler.pool.num_free == 13, "blocks are lost"
 
     def check(self) -> None:
-        """What is in both caches now is right: the oracle looks at it."""
+        """The content of both caches is right: the oracle model reads it."""
         self.step = self.engine.step
-        self.serve()
-        self.rest()
+        self.serve_and_rest()
         self.engine.scheduler.pool.forget_all()
-        self.serve()
-        self.rest()
+        self.serve_and_rest()
         if self.simulation is not None:
             self.simulation.check_nothing_held()
         self.engine.close()
@@ -163,12 +166,10 @@ def test_an_interrupt_at_any_line(sync: bool, aborts: bool) -> None:
     at, stride = 1, 149
     while True:
         driven = Driven(sync=sync, aborts=aborts)
-        driven.serve()
-        driven.rest()
+        driven.serve_and_rest()
         driven.engine.scheduler.pool.forget_all()  # now there is something to load
         driven.step = LineCounter(driven.engine, at)
-        driven.serve()
-        driven.rest()
+        driven.serve_and_rest()
         if not driven.faults:
             break
         driven.check()
@@ -203,13 +204,13 @@ def fails_at(
 
 PLACES = [
     (CachePlanner, "build_step", False),
-    (CachePlanner, "build_step", True),  # its jobs have left the connector, and reach no worker
+    (CachePlanner, "build_step", True),  # its jobs have left the planner, and reach no worker
     (Scheduler, "schedule", True),
     (Workers, "run", False),
-    (Workers, "_compute", True),
+    (OracleModel, "forward", True),
     (Workers, "run", True),
     (CachePlanner, "complete", False),
-    (CachePlanner, "complete", True),  # jobs have ended, and nobody knows which
+    (CachePlanner, "complete", True),  # jobs have ended, and the scheduler does not know which
     (CachePlanner, "prepare_store", False),  # a token has been taken
     (Scheduler, "update_from_output", True),
 ]
@@ -231,14 +232,12 @@ def test_a_step_that_breaks_off(
     real: bool,
 ) -> None:
     driven = Driven(sync=sync, tp_size=tp_size, real=real, aborts=fault is KeyboardInterrupt)
-    driven.serve()
-    driven.rest()
+    driven.serve_and_rest()
     for call in (1, 2, 3, 5):
         driven.engine.scheduler.pool.forget_all()
         with monkeypatch.context() as patch:
             fails_at(patch, owner, name, fault, call=call, after=after)
-            driven.serve()
-            driven.rest()
+            driven.serve_and_rest()
     assert driven.faults >= 3
     driven.check()
 
@@ -252,15 +251,13 @@ def test_a_job_that_cannot_begin_ends_on_every_rank(
 ) -> None:
     driven = Driven(sync=sync, tp_size=tp_size, real=real)
     if what == "load":
-        driven.serve()
-        driven.rest()
+        driven.serve_and_rest()
         driven.engine.scheduler.pool.forget_all()
-    for rank in range(tp_size):
+    for side in driven.worker_sides:
         with monkeypatch.context() as patch:
             for call in (1, 3):
-                fails_at(patch, driven.engine.workers._caches[rank], what, MemoryError, call=call)
-            driven.serve()
-            driven.rest()
+                fails_at(patch, side, what, MemoryError, call=call)
+            driven.serve_and_rest()
         if what == "load":
             driven.engine.scheduler.pool.forget_all()
     assert driven.faults > 0
@@ -288,38 +285,30 @@ def test_what_follows_from_a_fault_may_fail_too(
     driven.check()
 
 
-@pytest.mark.parametrize("call", range(1, 17))
 @pytest.mark.parametrize(
-    ("owner", "name", "after"),
+    ("owner", "name", "after", "calls"),
     [
-        (KeyChain, "extend", False),  # the token is there, and its key is not
-        (CachePlanner, "extend", False),  # its key is there, and the connector does not know it
-        (Scheduler, "_store", False),  # perhaps it was the last one
-        (Scheduler, "_finish", True),
+        (KeyChain, "extend", False, 16),  # the token is there, and its key is not
+        (KeyChain, "extend", True, 16),  # its key is there, and the planner does not know it
+        (CachePlanner, "prepare_store", False, 16),  # perhaps it was the last one
+        (CachePlanner, "finish_request", True, 4),
     ],
 )
 def test_a_token_that_is_half_taken(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, call: int
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, calls: int
 ) -> None:
     """The request has it once, under the right keys, and gets none after its last."""
-    driven = Driven(sync=False)
-    requests = [driven.engine.add(prompt, FOUR) for prompt in PROMPTS]
-    with monkeypatch.context() as patch:
-        fails_at(
-            patch,
-            owner,
-            name,
-            MemoryError,
-            call=(call + 3) // 4 if name == "_finish" else call,
-            after=after,
-        )
-        driven.rest_of(requests)
-    assert driven.faults == 1
-    assert all(request.chain.num_tokens == request.num_tokens for request in requests), (
-        "keys of other tokens"
-    )
-    driven.rest()
-    driven.check()
+    for call in range(1, calls + 1):
+        driven = Driven(sync=False)
+        requests = [driven.engine.add(prompt, FOUR) for prompt in PROMPTS]
+        with monkeypatch.context() as patch:
+            fails_at(patch, owner, name, MemoryError, call=call, after=after)
+            driven.rest_of(requests)
+        assert driven.faults == 1
+        chains = [request.chain.num_tokens for request in requests]
+        assert chains == [request.num_tokens for request in requests], "keys of other tokens"
+        driven.rest()
+        driven.check()
 
 
 def test_blocks_that_a_lost_step_gave_away_are_announced(

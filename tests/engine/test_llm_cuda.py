@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,26 +14,20 @@ from kvkeep.engine.models.settings import ModelSettings
 if not torch.cuda.is_available():
     pytest.skip("CUDA is not available", allow_module_level=True)
 
-SIZES = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_layers": 3,
-    "num_heads": 8,
-}
+SIZES: dict[str, int] = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_layers": 3, "num_heads": 8}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MODELS = {
     "gqa": ModelSettings(kind="gqa", num_kv_heads=4, head_dim=16, **SIZES),
-    "mla": ModelSettings(
-        kind="mla",
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        rope_interleaved=True,
-        **SIZES,
-    ),
+    "mla": ModelSettings(kind="mla", rope_interleaved=True, **LATENT, **SIZES),
 }
 PROMPTS = [Prompt(list(range(10, 10 + length))) for length in (5, 33, 70, 120)]
+
+
+def small(cut: tuple[int, int]) -> dict[str, Any]:
+    """Options of an engine whose blocks run out."""
+    ranks = {"tensor_parallel_size": cut[0], "pipeline_parallel_size": cut[1]}
+    return {"dtype": torch.float64, "num_blocks": 14, "max_num_batched_tokens": 48, **ranks}
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (2, 1), (4, 2)], ids=str)
@@ -40,12 +36,7 @@ def test_tokens_are_those_of_the_cpu(kind: str, cut: tuple[int, int]) -> None:
     """Also in pieces, and with blocks that run out."""
     answers = []
     for device in ("cpu", "cuda"):
-        options = {
-            "tensor_parallel_size": cut[0],
-            "pipeline_parallel_size": cut[1],
-            "max_num_batched_tokens": 48,
-        }
-        with LLM(MODELS[kind], dtype=torch.float64, device=device, num_blocks=14, **options) as llm:
+        with LLM(MODELS[kind], device=device, **small(cut)) as llm:
             done = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
         answers.append([each.token_ids for each in done])
         assert sum(each.metrics.preemptions for each in done) > 0
@@ -71,22 +62,13 @@ def test_what_was_offloaded_gives_the_same_tokens(
         Prompt([*range(10, 10 + length), last]) for length in (33, 70, 120) for last in (1, 2, 3)
     ]
     sampling = SamplingParams(max_tokens=24)
-    options = {
-        "tensor_parallel_size": cut[0],
-        "pipeline_parallel_size": cut[1],
-        "max_num_batched_tokens": 48,
-    }
-    options |= {"dtype": torch.float64, "device": "cuda", "num_blocks": 14}
+    options = {"device": "cuda", **small(cut)}
     extra = {"kvkeep.load": load, "kvkeep.load_when": "always"}
     with LLM(MODELS[kind], **options) as llm:
         expected = [each.token_ids for each in llm.generate(prompts, sampling)]
+    cache = {"kv_offloading_backend": "native", "kv_offloading_size": 1 / 16}
     config = {"kv_connector_extra_config": extra}
-    cache = {
-        "kv_offloading_backend": "native",
-        "kv_offloading_size": 1 / 16,
-        "kv_transfer_config": config,
-    }
-    with LLM(MODELS[kind], **options, **cache) as llm:
+    with LLM(MODELS[kind], **options, **cache, kv_transfer_config=config) as llm:
         rounds = [llm.generate(prompts, sampling) for _ in range(3)]
     for done in rounds:
         assert [each.token_ids for each in done] == expected

@@ -1,4 +1,4 @@
-"""How far requests are set back (M5), and who waits for whom, without an engine around."""
+"""How far failed loads set requests back, and which requests wait, without an engine around."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ BLOCK_TOKENS = 4
 
 def request_with(blocks: list[int], computed: int | None = None, name: str = "a") -> Request:
     tokens = [1] * (len(blocks) * BLOCK_TOKENS)
-    request = Request(
-        name,
-        tokens,
-        SamplingParams(seed=0),
-        KeyChain(b"r" * 16, BLOCK_TOKENS),
-        status=Status.RUNNING,
-    )
+    chain = KeyChain(b"r" * 16, BLOCK_TOKENS)
+    request = Request(name, tokens, SamplingParams(seed=0), chain, status=Status.RUNNING)
     request.block_ids = list(blocks)
     request.num_computed_tokens = len(tokens) if computed is None else computed
     return request
@@ -43,61 +38,17 @@ def test_to_just_before_the_first_bad_block(bad: set[int], left: int) -> None:
     request = request_with([5, 6, 7, 8])
     (affected,) = truncate([request], bad, {}, BLOCK_TOKENS)
     assert request.num_computed_tokens == tokens(left)
-    assert (
-        affected.request is request and affected.first_bad == left and set(affected.rebuilds) == bad
-    )
+    assert affected.request is request
+    assert affected.first_bad == left and set(affected.rebuilds) == bad
 
 
-def test_who_uses_no_bad_block_is_left_alone() -> None:
-    request = request_with([5, 6])
-    assert truncate([request], {7, 8}, {"a": 3}, BLOCK_TOKENS) == []
-    assert request.num_computed_tokens == tokens(2)
-
-
-def test_no_bad_blocks_no_requests() -> None:
-    assert truncate([], {1}, {}, BLOCK_TOKENS) == []
-    assert truncate([request_with([1])], set(), {}, BLOCK_TOKENS) == []
-
-
-def test_what_this_step_scheduled_does_not_count() -> None:
-    """A sync load: blocks 5 and 6 were loaded, and this step computed 5 more tokens, into 7 and
-    8."""
-    request = request_with([5, 6, 7, 8], computed=tokens(2) + 5)
-    assert truncate([request], {7, 8}, {"a": 5}, BLOCK_TOKENS) == []
-    truncate([request], {6}, {"a": 5}, BLOCK_TOKENS)
-    assert request.num_computed_tokens == tokens(1)
-
-
-def test_without_a_scheduled_count_all_of_it_does() -> None:
-    """An async load: it did not run in this step."""
-    request = request_with([5, 6, 7], computed=tokens(2))
-    truncate([request], {6}, {"b": 5}, BLOCK_TOKENS)
-    assert request.num_computed_tokens == tokens(1)
-
-
-def test_blocks_beyond_what_was_computed_are_not_used_yet() -> None:
-    request = request_with([5, 6, 7], computed=tokens(2) + 3)
-    assert truncate([request], {7}, {"a": 3}, BLOCK_TOKENS) == []
-    assert request.num_computed_tokens == tokens(2) + 3
-
-
-def test_a_block_that_is_full_in_part_is_used() -> None:
-    request = request_with([5, 6, 7], computed=tokens(2) + 1)
-    truncate([request], {7}, {}, BLOCK_TOKENS)
-    assert request.num_computed_tokens == tokens(2)
-
-
-def test_the_first_of_those_who_share_goes_back_the_others_keep_their_count() -> None:
-    first, second = (
-        request_with([5, 6, 7], name="a"),
-        request_with([5, 6, 7, 8], computed=tokens(3) + 2, name="b"),
-    )
+def test_the_first_of_those_that_share_goes_back_and_the_others_keep_their_count() -> None:
+    first = request_with([5, 6, 7], name="a")
+    second = request_with([5, 6, 7, 8], computed=tokens(3) + 2, name="b")
     affected = truncate([first, second], {6}, {"b": 2}, BLOCK_TOKENS)
-    assert first.num_computed_tokens == tokens(1)
-    assert second.num_computed_tokens == tokens(3)
-    assert [each.request for each in affected] == [first, second] and [
-        each.first_bad for each in affected
-    ] == [1, 1]
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (tokens(1), tokens(3))
+    assert [each.request for each in affected] == [first, second]
+    assert [each.first_bad for each in affected] == [1, 1]
     assert 6 in affected[0].rebuilds and 6 not in affected[1].rebuilds
 
 
@@ -106,12 +57,6 @@ def test_one_who_shares_goes_back_to_a_bad_block_of_its_own() -> None:
     affected = truncate([first, second], {5, 8}, {}, BLOCK_TOKENS)
     assert first.num_computed_tokens == 0 and second.num_computed_tokens == tokens(3)
     assert affected[1].first_bad == 0 and affected[1].rebuilds == [8]
-
-
-def test_order_decides_who_is_first() -> None:
-    first, second = request_with([5, 6], name="a"), request_with([5, 6], name="b")
-    truncate([second, first], {5}, {}, BLOCK_TOKENS)
-    assert (first.num_computed_tokens, second.num_computed_tokens) == (tokens(2), 0)
 
 
 def test_a_second_failure_further_on_changes_nothing_and_one_before_does() -> None:
@@ -135,27 +80,24 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int]], set[int]]:
     for _ in range(draw(st.integers(0, 4))):
         sharing = draw(st.integers(0, 7))
         blocks = [*shared[:sharing], *(next(fresh) for _ in range(draw(st.integers(0, 4))))]
-        before = draw(st.integers(min(sharing, loaded), len(blocks)))
-        scheduled = draw(st.integers(0, (len(blocks) - before) * BLOCK_TOKENS))
-        requests.append((blocks, before * BLOCK_TOKENS, scheduled))
-        candidates.update(blocks[sharing:before])
+        before = draw(st.integers(tokens(min(sharing, loaded)), tokens(len(blocks))))
+        scheduled = draw(st.integers(0, tokens(len(blocks)) - before))
+        requests.append((blocks, before, scheduled))
+        candidates.update(blocks[sharing : -(-before // BLOCK_TOKENS)])
     return requests, draw(st.sets(st.sampled_from(sorted(candidates)))) if candidates else set()
 
 
 @given(steps())
-def test_the_rule_as_the_mission_states_it(
+def test_the_rule_token_by_token(
     step: tuple[list[tuple[list[int], int, int]], set[int]],
 ) -> None:
-    """Token by token: a position is bad if its block is, and is recomputed by the first request
-    that has it."""
+    """A position is bad if its block is, and is recomputed by the first request that has it."""
     described, bad = step
-    requests = [
-        request_with(blocks, before + scheduled, str(at))
-        for at, (blocks, before, scheduled) in enumerate(described)
-    ]
-    affected = truncate(
-        requests, bad, {str(at): each[2] for at, each in enumerate(described)}, BLOCK_TOKENS
-    )
+    requests, counts = [], {}
+    for at, (blocks, before, scheduled) in enumerate(described):
+        requests.append(request_with(blocks, before + scheduled, str(at)))
+        counts[str(at)] = scheduled
+    affected = truncate(requests, bad, counts, BLOCK_TOKENS)
     taken: set[int] = set()
     touched = []
     for request, (blocks, before, scheduled) in zip(requests, described, strict=True):
@@ -166,9 +108,8 @@ def test_the_rule_as_the_mission_states_it(
             continue
         touched.append(request)
         taken.update(blocks[at // BLOCK_TOKENS] for at in own)
-        assert request.num_computed_tokens == (
-            own[0] // BLOCK_TOKENS * BLOCK_TOKENS if own else before
-        )
+        first = own[0] // BLOCK_TOKENS * BLOCK_TOKENS if own else before
+        assert request.num_computed_tokens == first
     assert [each.request for each in affected] == touched
     rebuilt = [block for each in affected for block in each.rebuilds if block in bad]
     assert len(rebuilt) == len(set(rebuilt)) and taken <= set(rebuilt)
@@ -182,11 +123,8 @@ def test_those_who_share_wait_until_the_first_is_done() -> None:
     rebuilding = Rebuilding()
     assert rebuilding.idle and not rebuilding.blocks(second, BLOCK_TOKENS)
     rebuilding.add(truncate([first, second, third], {6}, {}, BLOCK_TOKENS))
-    assert [rebuilding.blocks(each, BLOCK_TOKENS) for each in (first, second, third)] == [
-        False,
-        True,
-        False,
-    ]
+    waits = [rebuilding.blocks(each, BLOCK_TOKENS) for each in (first, second, third)]
+    assert waits == [False, True, False]
     first.num_computed_tokens = tokens(1.75)
     rebuilding.progress(first, BLOCK_TOKENS)
     assert rebuilding.blocks(second, BLOCK_TOKENS), "the block is not full yet"
@@ -207,9 +145,8 @@ def test_the_next_one_takes_over() -> None:
     short = request_with([5, 6], name="short")
     assert rebuilding.blocks(second, BLOCK_TOKENS) and not rebuilding.blocks(short, BLOCK_TOKENS)
     rebuilding.leave(first, [first, second, third], BLOCK_TOKENS)
-    assert [each.num_computed_tokens for each in (second, third)] == [tokens(2), tokens(3)], (
-        "6 is good, 7 is not"
-    )
+    counts = [each.num_computed_tokens for each in (second, third)]
+    assert counts == [tokens(2), tokens(3)], "6 is good, 7 is not"
     assert not rebuilding.blocks(second, BLOCK_TOKENS) and rebuilding.blocks(third, BLOCK_TOKENS)
     rebuilding.leave(second, [second, third], BLOCK_TOKENS)
     rebuilding.leave(third, [third], BLOCK_TOKENS)
@@ -225,12 +162,8 @@ def test_leaving_with_nothing_to_recompute_changes_nothing() -> None:
 
 
 def test_nobody_waits_for_what_it_writes_itself() -> None:
-    """The second has yet to compute block 6, which the first has to compute again: it need not
-    wait."""
-    first, second = (
-        request_with([5, 6], name="a"),
-        request_with([5, 6], computed=tokens(1), name="b"),
-    )
+    """The second has yet to compute block 6, which the first has to compute again."""
+    first, second = request_with([5, 6]), request_with([5, 6], computed=tokens(1), name="b")
     rebuilding = Rebuilding()
     rebuilding.add(truncate([first], {6}, {}, BLOCK_TOKENS))
     assert not rebuilding.blocks(second, BLOCK_TOKENS)
@@ -254,11 +187,8 @@ def test_blocks_to_be_filled_on_bad_ground_are_bad_too() -> None:
 def test_badness_spreads_from_segment_to_segment() -> None:
     """The second has found block 7 of the first, over another block of the same prefix, and the
     third one of its."""
-    first, second, third = (
-        segment([5, 6, 7], tokens(2)),
-        segment([5, 4, 7, 8], tokens(3)),
-        segment([8, 9], tokens(1)),
-    )
+    first, second = segment([5, 6, 7], tokens(2)), segment([5, 4, 7, 8], tokens(3))
+    third = segment([8, 9], tokens(1))
     assert spread([first, second, third], {6}, BLOCK_TOKENS) == {6, 7, 8, 9}
 
 
@@ -266,11 +196,8 @@ def test_who_counts_on_a_block_of_a_void_step_goes_back() -> None:
     """The first loads 5 and 6 and was to compute 7 and 8, of which the second has found 7."""
     first = request_with([5, 6, 7, 8], computed=tokens(4))
     second = request_with([5, 6, 7, 9], computed=tokens(3) + 1, name="b")
-    segments = [
-        segment(first.block_ids, tokens(2), tokens(2)),
-        segment(second.block_ids, tokens(3)),
-    ]
-    bad = spread(segments, {5}, BLOCK_TOKENS)
+    ends = segment(first.block_ids, tokens(2), tokens(2)), segment(second.block_ids, tokens(3))
+    bad = spread(ends, {5}, BLOCK_TOKENS)
     assert bad == {5, 7, 8, 9}
     truncate([first, second], bad, {"a": tokens(2), "b": 1}, BLOCK_TOKENS)
     assert (first.num_computed_tokens, second.num_computed_tokens) == (0, tokens(2))

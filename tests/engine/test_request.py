@@ -22,11 +22,8 @@ def request_of(
 
 def test_a_new_request_waits_with_nothing() -> None:
     request = request_of([1, 2, 3, 4, 5])
-    assert (
-        request.status is Status.WAITING
-        and request.block_ids == []
-        and request.num_computed_tokens == 0
-    )
+    assert request.status is Status.WAITING
+    assert request.block_ids == [] and request.num_computed_tokens == 0
     assert request.prompt_tokens == request.num_tokens == 5 and request.output_tokens == []
     assert len(request.chain) == 1 and request.finish_reason == request.error == ""
 
@@ -34,39 +31,26 @@ def test_a_new_request_waits_with_nothing() -> None:
 def test_generated_tokens_extend_tokens_and_keys() -> None:
     request = request_of([1, 2, 3, 4, 5])
     keys = [request.append(token) for token in (6, 7, 8, 9)]
-    assert (
-        request.output_tokens == [6, 7, 8, 9]
-        and request.prompt_tokens == 5
-        and request.num_tokens == 9
-    )
+    assert request.output_tokens == [6, 7, 8, 9]
+    assert (request.prompt_tokens, request.num_tokens) == (5, 9)
     assert [len(key) for key in keys] == [0, 0, KEY_BYTES, 0]
     assert keys[2] == request_of([1, 2, 3, 4, 5, 6, 7, 8]).chain.key(1) == request.chain.key(1)
 
 
-def test_it_ends_at_its_length() -> None:
-    request = request_of([1, 2], max_tokens=2)
-    request.append(7)
-    assert request.stop_reason() == ""
-    request.append(7)
-    assert request.stop_reason() == "length"
-
-
 @pytest.mark.parametrize(
-    ("tokens", "reason"), [([8], ""), ([8, 9], "stop"), ([9], "stop"), ([8, 8, 9], "stop")]
+    ("tokens", "reason"),
+    [([8], ""), ([8, 8], "length"), ([8, 9], "stop"), ([9], "stop")],
 )
-def test_it_ends_at_a_stop_token(tokens: list[int], reason: str) -> None:
-    request = request_of([9, 9], max_tokens=3, stop=[9])
+def test_it_ends_at_its_length_or_a_stop_token(tokens: list[int], reason: str) -> None:
+    request = request_of([9, 9], max_tokens=2, stop=[9])
     for token in tokens:
         request.append(token)
     assert request.stop_reason() == reason
 
 
 def test_order_is_priority_then_arrival() -> None:
-    requests = [
-        request_of([1], priority=1, number=0),
-        request_of([1], number=2),
-        request_of([1], number=1),
-    ]
+    ranks = [(1, 0), (0, 2), (0, 1)]
+    requests = [request_of([1], priority=priority, number=number) for priority, number in ranks]
     assert [each.number for each in sorted(requests, key=lambda each: each.order)] == [1, 2, 0]
 
 

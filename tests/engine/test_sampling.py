@@ -81,29 +81,18 @@ def test_stop_tokens_are_kept_as_a_tuple() -> None:
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("max_tokens", 1.0),
-        ("max_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", "1"),
-        ("temperature", True),
-        ("seed", -1),
-        ("seed", MAX_SEED + 1),
-        ("seed", "1"),
-        ("top_k", 0),
-        ("top_k", 1.5),
-        ("stop_token_ids", "12"),
-        ("stop_token_ids", 5),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [1, None]),
-    ],
-)
-def test_a_bad_value_is_named(field: str, value: object) -> None:
-    with pytest.raises(RequestError, match=field) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
-    assert (caught.value.code, caught.value.field) == ("bad_sampling", field)
+BAD = {
+    "max_tokens": [0, 1.0, True, 10**5000],
+    "temperature": [-0.1, float("nan"), float("inf"), "1", True, 10**400],
+    "seed": [-1, MAX_SEED + 1, "1"],
+    "top_k": [0, 1.5, 10**30],
+    "stop_token_ids": ["12", 5, [-1], [1, None], [10**5000]],
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_bad_value_is_named(field: str) -> None:
+    for value in BAD[field]:  # type: ignore[attr-defined]
+        with pytest.raises(RequestError, match=field) as caught:
+            SamplingParams(**{field: value})
+        assert (caught.value.code, caught.value.field) == ("bad_sampling", field)

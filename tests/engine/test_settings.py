@@ -10,51 +10,29 @@ import pytest
 from kvkeep.engine.models.settings import ModelSettings, read_settings, settings_of
 from kvkeep.errors import SettingsError
 
-GQA: dict[str, Any] = {
-    "kind": "gqa",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
-MLA: dict[str, Any] = {
-    "kind": "mla",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+Words = dict[str, Any]
+SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+OURS: Words = {**SIZES, "num_layers": 2, "num_heads": 4}
+GQA: Words = {"kind": "gqa", **OURS, "num_kv_heads": 2, "head_dim": 8}
+MLA: Words = {"kind": "mla", **OURS, **LATENT}
+COMMON: Words = {**SIZES, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: Words = {"architectures": ["LlamaForCausalLM"], **COMMON, "num_key_value_heads": 2}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
-DEEPSEEK: dict[str, Any] = {
-    **LLAMA,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "q_lora_rank": None}
+DEEPSEEK: Words = {"architectures": ["DeepseekV2ForCausalLM"], **COMMON, **DENSE, **LATENT}
+
+
+def one_by_one(*cases: tuple[Words, dict[str, list[Any]]]) -> list[tuple[Words, str, Any]]:
+    """Each bad value of each field, with the good settings that it is put into."""
+    return [
+        (good, field, value)
+        for good, fields in cases
+        for field, values in fields.items()
+        for value in values
+    ]
 
 
 def test_settings_do_not_change() -> None:
@@ -62,30 +40,30 @@ def test_settings_do_not_change() -> None:
         ModelSettings(**GQA).num_layers = 3  # type: ignore[misc]
 
 
-BAD: list[tuple[dict[str, Any], str, object]] = [
-    (GQA, "kind", "mha"),
-    (GQA, "vocab_size", 0),
-    (GQA, "num_layers", True),
-    (GQA, "hidden_size", 32.0),
-    (GQA, "num_kv_heads", 3),
-    (GQA, "head_dim", 7),
-    (GQA, "head_dim", 0),
-    (GQA, "rope_theta", float("inf")),
-    (GQA, "rms_norm_eps", 0),
-    (GQA, "rms_norm_eps", "1e-6"),
-    (GQA, "tie_word_embeddings", 1),
-    (GQA, "kv_lora_rank", 16),
-    (GQA, "q_lora_rank", 16),
-    (MLA, "num_kv_heads", 4),
-    (MLA, "qk_rope_head_dim", 3),
-    (MLA, "kv_lora_rank", 0),
-    (MLA, "q_lora_rank", 0),
-    (MLA, "qkv_bias", True),
-    (MLA, "qk_norm", True),
-]
+BAD_GQA: dict[str, list[Any]] = {
+    "kind": ["mha"],
+    "vocab_size": [0],
+    "num_layers": [True],
+    "hidden_size": [32.0],
+    "num_kv_heads": [3],
+    "head_dim": [7, 0],
+    "rope_theta": [float("inf")],
+    "rms_norm_eps": [0, "1e-6"],
+    "tie_word_embeddings": [1],
+    "kv_lora_rank": [16],
+    "q_lora_rank": [16],
+}
+BAD_MLA: dict[str, list[Any]] = {
+    "num_kv_heads": [4],
+    "qk_rope_head_dim": [3],
+    "kv_lora_rank": [0],
+    "q_lora_rank": [0],
+    "qkv_bias": [True],
+    "qk_norm": [True],
+}
 
 
-@pytest.mark.parametrize(("good", "field", "value"), BAD)
+@pytest.mark.parametrize(("good", "field", "value"), one_by_one((GQA, BAD_GQA), (MLA, BAD_MLA)))
 def test_a_bad_setting_is_named(good: dict[str, Any], field: str, value: object) -> None:
     ModelSettings(**good)
     with pytest.raises(SettingsError, match=f"model settings: {field} ") as caught:
@@ -106,21 +84,16 @@ def test_mistral_and_qwen() -> None:
     assert settings_of(MISTRAL) == settings_of(LLAMA)
     assert settings_of(QWEN2) == ModelSettings(**GQA, qkv_bias=True)
     assert settings_of(QWEN3) == ModelSettings(**{**GQA, "head_dim": 128, "qk_norm": True})
-    assert settings_of(
-        {**QWEN2, "use_sliding_window": False, "sliding_window": 4096}
-    ) == settings_of(QWEN2)
+    unused_window = {"use_sliding_window": False, "sliding_window": 4096}
+    assert settings_of({**QWEN2, **unused_window}) == settings_of(QWEN2)
     assert settings_of({**QWEN3, "layer_types": ["full_attention"] * 2}) == settings_of(QWEN3)
 
 
 def test_deepseek() -> None:
     assert settings_of(DEEPSEEK) == ModelSettings(**MLA, rope_interleaved=True)
     assert settings_of({**DEEPSEEK, "q_lora_rank": 24}).q_lora_rank == 24
-    no_experts = {
-        **DEEPSEEK,
-        "first_k_dense_replace": 0,
-        "n_routed_experts": None,
-        "num_key_value_heads": None,
-    }
+    none = {"n_routed_experts": None, "num_key_value_heads": None}
+    no_experts = {**DEEPSEEK, "first_k_dense_replace": 0, **none}
     assert settings_of(no_experts) == settings_of(DEEPSEEK)
 
 
@@ -138,41 +111,47 @@ def test_rope_theta_is_read_from_old_and_new_configs(rope: dict[str, object]) ->
     assert settings_of({**LLAMA, **rope}).rope_theta == 5e5
 
 
-REFUSED: list[tuple[dict[str, Any], str, object]] = [
-    (LLAMA, "architectures", ["GPT2LMHeadModel"]),
-    (LLAMA, "architectures", None),
-    (LLAMA, "architectures", ["LlamaForCausalLM", "Qwen2ForCausalLM"]),
-    (LLAMA, "attention_bias", True),
-    (QWEN3, "attention_bias", True),
-    (DEEPSEEK, "attention_bias", True),
-    (LLAMA, "mlp_bias", True),
-    (LLAMA, "hidden_act", "gelu"),
-    (LLAMA, "quantization_config", {"quant_method": "fp8"}),
-    (LLAMA, "sliding_window", 4096),
-    (MISTRAL, "sliding_window", 4096),
-    (QWEN2, "use_sliding_window", True),
-    (QWEN3, "layer_types", ["full_attention", "sliding_attention"]),
-    (QWEN3, "layer_types", "full_attention"),
-    (LLAMA, "rope_scaling", {"type": "linear", "factor": 2.0}),
-    (LLAMA, "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-    (LLAMA, "rope_scaling", {"factor": 8.0}),
-    (LLAMA, "rope_scaling", "linear"),
-    (LLAMA, "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
-    (LLAMA, "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-    (LLAMA, "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
-    (LLAMA, "partial_rotary_factor", 0.5),
-    (LLAMA, "rope_theta", "10000"),
-    (LLAMA, "rms_norm_eps", None),
-    (LLAMA, "tie_word_embeddings", None),
-    (LLAMA, "num_hidden_layers", None),
-    (LLAMA, "num_attention_heads", 0),
-    (LLAMA, "vocab_size", "100"),
-    (DEEPSEEK, "first_k_dense_replace", 1),
-    (DEEPSEEK, "first_k_dense_replace", None),
-    (DEEPSEEK, "num_key_value_heads", 2),
-    (DEEPSEEK, "kv_lora_rank", None),
-    (DEEPSEEK, "q_lora_rank", 0),
+ROPES = [
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {"full_attention": {"rope_theta": 1e4}},
 ]
+LINEAR = {"type": "linear", "factor": 2.0}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0}
+TWO_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM"]
+REFUSED_LLAMA: dict[str, list[Any]] = {
+    "architectures": [["GPT2LMHeadModel"], None, TWO_ARCHITECTURES],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "hidden_act": ["gelu"],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "sliding_window": [4096],
+    "rope_scaling": [LINEAR, LLAMA_3, {"factor": 8.0}, "linear"],
+    "rope_parameters": [*ROPES],
+    "partial_rotary_factor": [0.5],
+    "rope_theta": ["10000"],
+    "rms_norm_eps": [None],
+    "tie_word_embeddings": [None],
+    "num_hidden_layers": [None],
+    "num_attention_heads": [0],
+    "vocab_size": ["100"],
+}
+MIXED_LAYERS = ["full_attention", "sliding_attention"]
+REFUSED_QWEN3 = {"attention_bias": [True], "layer_types": [MIXED_LAYERS, "full_attention"]}
+REFUSED_DEEPSEEK: dict[str, list[Any]] = {
+    "attention_bias": [True],
+    "first_k_dense_replace": [1, None],
+    "num_key_value_heads": [2],
+    "kv_lora_rank": [None],
+    "q_lora_rank": [0],
+}
+REFUSED = one_by_one(
+    (LLAMA, REFUSED_LLAMA),
+    (MISTRAL, {"sliding_window": [4096]}),
+    (QWEN2, {"use_sliding_window": [True]}),
+    (QWEN3, REFUSED_QWEN3),
+    (DEEPSEEK, REFUSED_DEEPSEEK),
+)
 
 
 @pytest.mark.parametrize(("config", "field", "value"), REFUSED)

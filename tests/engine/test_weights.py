@@ -13,17 +13,9 @@ from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.engine.models.weights import Weights, load_weights, parameter_shapes, random_weights
 from kvkeep.errors import SettingsError
 
-SETTINGS = ModelSettings(
-    kind="gqa",
-    vocab_size=20,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    qkv_bias=True,
-)
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+SETTINGS = ModelSettings(kind="gqa", qkv_bias=True, **SIZES, **HEADS)
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
@@ -54,11 +46,7 @@ FINGERPRINT = "random-b8344cdf317dc6a8afe29c26d6844ee5"
 
 
 def test_random_weights_are_a_function_of_settings_and_seed() -> None:
-    first, again, other = (
-        random_weights(SETTINGS, 1),
-        random_weights(SETTINGS, 1),
-        random_weights(SETTINGS, 2),
-    )
+    first, again, other = (random_weights(SETTINGS, seed) for seed in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert list(first.tensors) == list(parameter_shapes(SETTINGS))
     for name, shape in parameter_shapes(SETTINGS).items():
@@ -100,9 +88,8 @@ def split(directory: Path, tensors: dict[str, torch.Tensor], index: bool) -> Non
         save_file({name: tensors[name] for name in part}, directory / file)
     if index:
         weight_map = {name: file for file, part in parts.items() for name in part}
-        (directory / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": weight_map})
-        )
+        content = json.dumps({"weight_map": weight_map})
+        (directory / "model.safetensors.index.json").write_text(content)
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -140,29 +127,25 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     refused(tmp_path, f"1 tensors are missing, the first is {QUERIES}")
 
 
-def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    save_file(
-        {**tensors_of(), "model.layers.0.mlp.gate.weight": torch.zeros(1)},
-        tmp_path / "model.safetensors",
-    )
-    refused(tmp_path, "mlp.gate.weight is not a tensor of a model with 2 layers")
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("model.layers.0.mlp.gate.weight", torch.zeros(1), "is not a tensor of a model with 2"),
+        (QUERIES, torch.zeros(16, 17), r".*\(16, 17\), the config asks for \(16, 16\)"),
+        (QUERIES, torch.zeros(16, 16, dtype=torch.int8), ".*int8.*quantized"),
+        (QUERIES, torch.zeros(16, 16).to(torch.float8_e4m3fn), ".*float8.*quantized"),
+    ],
+)
+def test_an_unexpected_tensor_shape_or_kind_is_named(
+    tmp_path: Path, name: str, tensor: torch.Tensor, says: str
+) -> None:
+    save_file({**tensors_of(), name: tensor}, tmp_path / "model.safetensors")
+    refused(tmp_path, f"{name} {says}")
+
+
+def test_tensors_of_too_many_layers_are_named(tmp_path: Path) -> None:
     save_file(tensors_of(), tmp_path / "model.safetensors")
     refused(tmp_path, "layers.1.* is not a tensor", replace(SETTINGS, num_layers=1))
-
-
-def test_tensors_of_another_shape_or_kind_are_named(tmp_path: Path) -> None:
-    save_file({**tensors_of(), QUERIES: torch.zeros(16, 17)}, tmp_path / "model.safetensors")
-    refused(tmp_path, rf"{QUERIES} .*\(16, 17\), the config asks for \(16, 16\)")
-    save_file(
-        {**tensors_of(), QUERIES: torch.zeros(16, 16, dtype=torch.int8)},
-        tmp_path / "model.safetensors",
-    )
-    refused(tmp_path, f"{QUERIES} .*int8.*quantized")
-    save_file(
-        {**tensors_of(), QUERIES: torch.zeros(16, 16).to(torch.float8_e4m3fn)},
-        tmp_path / "model.safetensors",
-    )
-    refused(tmp_path, f"{QUERIES} .*float8.*quantized")
 
 
 def test_rotary_frequencies_in_old_checkpoints_are_left_aside(tmp_path: Path) -> None:
@@ -192,16 +175,11 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
     refused(tmp_path, f"{QUERIES} occurs twice, again in b.safetensors")
 
 
+BAD_MAPS = ["3", '{"a": "no.safetensors"}', '{"a": "../x"}']
+
+
 @pytest.mark.parametrize(
-    "index",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"weight_map": 3}',
-        '{"weight_map": {"a": "no.safetensors"}}',
-        '{"weight_map": {"a": "../x"}}',
-    ],
+    "index", ["{", "[]", "{}", *(f'{{"weight_map": {each}}}' for each in BAD_MAPS)]
 )
 def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvkeep.client.hints import Hints
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
@@ -13,7 +12,7 @@ from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.config import EngineConfig
-from kvkeep.engine.models.model import Rank, Segment
+from kvkeep.engine.models.model import Segment
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step
@@ -30,8 +29,7 @@ STORE = StoreRequest("default", b"", b"", NONE)
 
 
 class FakeCache:
-    """One worker's side of a cache. `polls` are its reports, one a poll; then it has nothing to
-    say."""
+    """One worker's side of a cache. `polls` are its reports, one a poll; then it reports nothing."""
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         self.strategy = strategy
@@ -103,9 +101,8 @@ def step_of(workers: Workers, *blocks: list[int], metadata: StepMetadata | None 
 def test_each_rank_has_its_layers_and_heads_and_its_own_side_of_the_cache() -> None:
     model = OracleModel(num_layers=4, num_kv_heads=4, words=2)
     workers, caches = make(model, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert [list(rank.kv) for rank in workers.ranks] == [["layers.0", "layers.1"]] * 2 + [
-        ["layers.2", "layers.3"]
-    ] * 2
+    layers = [list(rank.kv) for rank in workers.ranks]
+    assert layers == [["layers.0", "layers.1"]] * 2 + [["layers.2", "layers.3"]] * 2
     assert [cache.layers for cache in caches] == [list(rank.kv) for rank in workers.ranks]
     assert [cache.strategy for cache in caches] == [rank.strategy for rank in workers.ranks]
     assert [cache.strategy.rank for cache in caches] == [0, 1, 2, 3]
@@ -168,13 +165,9 @@ def test_an_asynchronous_load_is_not_waited_for() -> None:
 
 def test_a_synchronous_load_is_waited_for_on_every_rank() -> None:
     workers, caches = make(tensor_parallel_size=2, sync_loads=True)
-    caches[0].polls = [Finished(loaded=[1]), Finished(), Finished(), Finished(stored={9: 1})]
-    caches[1].polls = [
-        Finished(),
-        Finished(stored={8: 2}),
-        Finished(loaded=[1]),
-        Finished(loaded=[7]),
-    ]
+    done, other, none = Finished(loaded=[1]), Finished(loaded=[7]), Finished()
+    caches[0].polls = [done, none, none, Finished(stored={9: 1})]
+    caches[1].polls = [none, Finished(stored={8: 2}), done, other]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
     assert list(output.reports) == [
         Finished(0, loaded=[1], stored={9: 1}),
@@ -196,33 +189,20 @@ def test_whoever_stands_on_blocks_that_failed_just_now_is_not_computed() -> None
     assert output.tokens == [NO_TOKEN]
 
 
-class Failing(OracleModel):
-    fails = True
-
-    def forward(
-        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
-    ) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("out of memory")
-        return super().forward(segments, ranks, block_tokens)
-
-
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
-def test_a_report_outlives_a_step_that_failed(sync: bool) -> None:
-    """A worker says it once. Forgotten, the job would never end, nor the hold on its blocks."""
-    model = Failing()
-    workers, caches = make(model, tensor_parallel_size=2, sync_loads=sync)
+def test_a_report_outlives_a_step_that_failed(failing_model: Any, sync: bool) -> None:
+    """A worker reports a job once. Without the report the job would never end, nor the hold on its
+    blocks."""
+    workers, caches = make(failing_model, tensor_parallel_size=2, sync_loads=sync)
+    failing_model.fail_at = 1
     for cache in caches:
         cache.polls = [Finished(loaded=[1], failed={1: [9]}, stored={5: 1})]
     with pytest.raises(RuntimeError):
         workers.run(step_of(workers, [1, 2], metadata=StepMetadata({1: LOAD})))
-    model.fails = False
     output = workers.run(step_of(workers))
     expected = [Finished(rank, loaded=[1], failed={1: [9]}, stored={5: 1}) for rank in range(2)]
     assert list(output.reports) == expected
-    assert list(workers.run(step_of(workers)).reports) == expected, (
-        "nobody has said that they were taken in"
-    )
+    assert list(workers.run(step_of(workers)).reports) == expected, "they were not taken in yet"
     workers.forget_reports()
     assert list(workers.run(step_of(workers)).reports) == [Finished(0), Finished(1)]
 
@@ -247,9 +227,8 @@ def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
     for _ in range(2):  # the second time there is no more to give up
         workers.give_up(jobs)
     lost = Finished(1, loaded=[1], failed={1: [3, 4]})
-    assert list(workers.run(step_of(workers)).reports) == [Finished(0), lost], (
-        "rank 1 is at jobs 2 and 3"
-    )
+    reports = list(workers.run(step_of(workers)).reports)
+    assert reports == [Finished(0), lost], "rank 1 is at jobs 2 and 3"
     workers.give_up([Job(9, REQUEST, 0, [7], False)])  # a step was lost before any rank had it
     assert [each.incomplete for each in workers.run(step_of(workers)).reports] == [[9], [9]]
 
@@ -272,7 +251,10 @@ def test_nothing_is_kept_of_jobs_that_have_ended() -> None:
     workers, caches = make()
     caches[0].polls = [Finished(loaded=[1], stored={2: 1})]
     workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
-    assert not workers._sides[0]._under_way
+    workers.forget_reports()
+    workers.give_up([Job(1, REQUEST, 0, [3], True), Job(2, REQUEST, 0, [5], False)])
+    [report] = workers.run(step_of(workers)).reports
+    assert (report.failed, report.incomplete) == ({1: [3]}, [2]), "neither is under way"
 
 
 def test_close_closes_every_side() -> None:
