@@ -79,9 +79,8 @@ def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) ->
     def address(**extra: Any) -> str:
         backend = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
         assert isinstance(backend, ServerBackend)
-        cache: Any = backend.lookup_side(SHAPE)
-        cache.close()
-        return str(cache.connection.options.address)
+        backend.lookup_side(SHAPE).close()
+        return backend.connections[0].options.address
 
     assert address() == "tcp://localhost:5555"
     assert address(**{"kvkeep.port": 7}) == "tcp://localhost:7"
@@ -137,8 +136,8 @@ def test_every_rank_and_the_scheduler_has_a_connection_of_its_own() -> None:
     for rank in ranks:
         rank.register_kv_caches([torch.zeros((4, 32))])
     backend.connect()
-    connections = [side.connection for side in (*ranks, cache)]  # type: ignore[attr-defined]
-    assert len(set(map(id, connections))) == 3 and all(connection.up for connection in connections)
+    assert len(set(map(id, backend.connections))) == 3
+    assert all(connection.up for connection in backend.connections)
     assert len(list(backend.server.service.sessions.all())) == 3
     for side in (*ranks, cache):
         side.close()
@@ -181,7 +180,8 @@ def test_native_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NativeBackend(2 << 20)
     cache = backend.lookup_side(SHAPE)
     backend.connect()
-    assert cache.connection.wait_until_up(30_000)  # type: ignore[attr-defined]
-    assert cache.connection.options.address.startswith("inproc://")  # type: ignore[attr-defined]
+    [connection] = backend.connections
+    assert connection.wait_until_up(30_000)
+    assert connection.options.address.startswith("inproc://")
     cache.close()
     backend.close()
