@@ -133,17 +133,9 @@ def test_salts_that_look_alike_stay_apart() -> None:
     # Composed and decomposed, a character and its two surrogates, a trailing NUL, a tenant's own
     # id.
     salts = [
-        "é",
-        "e\u0301",
-        "\U00010000",
-        "\ud800\udc00",
-        "a",
-        "a\0",
-        " a",
-        "A",
-        "default",
+        "é", "e\u0301", "\U00010000", "\ud800\udc00", "a", "a\0", " a", "A", "default",
         tenant_of("a"),
-    ]
+    ]  # fmt: skip
     assert len({tenant_of(salt) for salt in salts}) == len(salts)
 
 

@@ -55,17 +55,8 @@ LAYOUTS = [1, 1, 1, 2, 2, 3]
 
 QUOTAS = [None, *(slots * SLOT for slots in range(9))]
 LIMIT_BYTES = [
-    None,
-    0,
-    1,
-    SLOT,
-    2 * SLOT,
-    3 * SLOT + 1,
-    4 * SLOT,
-    6 * SLOT - 1,
-    8 * SLOT,
-    1000 * SLOT,
-]
+    None, 0, 1, SLOT, 2 * SLOT, 3 * SLOT + 1, 4 * SLOT, 6 * SLOT - 1, 8 * SLOT, 1000 * SLOT,
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

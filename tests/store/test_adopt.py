@@ -196,7 +196,8 @@ def say_so_first(
 ) -> Any:
     """The state before what it says."""
     table = blocks.table
-    rows = [*table._free[::-1], *range(table._next, table._next + len(keys))][: len(keys)]
+    rows = table.take(len(keys))
+    table.give(rows[::-1].tolist())  # `create` takes the same rows
     table.many.state[rows] = WRITING
     return create(blocks, tenant, layout, parent, keys, *hints)
 
@@ -233,8 +234,11 @@ def test_these_lives_see_a_planted_bug(
 # -- bytes that nobody wrote
 
 
-def columns_of(life: Life) -> dict[str, np.ndarray]:
-    return life.columns._columns
+COLUMNS = [*KEPT, "keys", "tenants", "layouts", "checks-1", "checks-2"]
+
+
+def column_of(life: Life, name: str) -> np.ndarray:
+    return life.columns.grow(name, np.uint8, 0, 0)
 
 
 def flip(random: Random, column: np.ndarray, row: int) -> None:
@@ -250,15 +254,16 @@ def a_row(life: Life, name: str) -> int:
     if name == "tenants":
         return table.tenant[row]
     if name == "layouts":
-        return life.store.layouts._records._places.get(table.layout[row], 0)
+        numbers = column_of(life, "layouts")["number"]
+        return int((numbers == table.layout[row]).argmax())
     return table.check[row] if name.startswith("checks") else row
 
 
-@pytest.mark.parametrize("name", [*KEPT, "keys", "tenants", "layouts", "checks-1", "checks-2"])
+@pytest.mark.parametrize("name", COLUMNS)
 def test_a_flipped_bit_is_never_believed(name: str) -> None:
     for seed in range(30):
         life, _ = one_life(seed)
-        flip(life.random, columns_of(life)[name], a_row(life, name))
+        flip(life.random, column_of(life, name), a_row(life, name))
         for old_sessions in (True, False):
             store, adoption = next_store(life, old_sessions)
             if not adoption.contradiction:
@@ -277,11 +282,10 @@ def test_random_bytes_neither_raise_nor_hang(old_sessions: bool) -> None:
     for seed in range(150):
         life, _ = one_life(seed)
         random = np.random.default_rng(seed)
-        names = sorted(columns_of(life))
         for name in random.choice(
-            names, random.integers(1, len(names) + 1), replace=False
+            COLUMNS, random.integers(1, len(COLUMNS) + 1), replace=False
         ).tolist():
-            column = columns_of(life)[name]
+            column = column_of(life, name)
             raw = column.view(np.uint8).reshape(-1)[: 64 * column.nbytes // len(column)]
             raw[:] = (
                 random.integers(0, 256, raw.size) if seed % 3 else random.integers(0, 5, raw.size)

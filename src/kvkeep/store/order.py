@@ -284,6 +284,12 @@ class EvictionOrder:
             if self._expires(entry):
                 self.enqueue(entry & _ROW_MASK, now_ms)
 
+    @property
+    def entries(self) -> int:
+        """The number of entries in all queues, stale ones included."""
+        queues = (queue for sizes in self._queues.values() for queue in sizes.values())
+        return len(self._expiring) + sum(map(len, queues))
+
     def check_integrity(self) -> None:
         table = self._table
         entries: dict[int, list[tuple[int, int, int]]] = {}

@@ -10,6 +10,7 @@ from tests.store.conftest import Hand
 
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, READY, WAITING, WRITING
+from kvkeep.store.tenants import COMMONS
 from kvkeep_lab.simulation.store_integrity import check_integrity
 
 
@@ -86,7 +87,7 @@ def a_lost_queue(store: Store) -> None:
     store.release(1, next(iter(store.sessions[1].leases)), 0)
     for write in list(store.sessions[1].writes):
         store.abandon_store(1, write, 0)
-    store.blocks.order._queues.clear()
+    store.blocks.order.forget_owner(COMMONS)
 
 
 def a_lost_slot(store: Store) -> None:
