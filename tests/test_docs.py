@@ -356,7 +356,13 @@ def messages_explained() -> list[str]:
 
 
 VLLM_SPEAKS = (
-    *("vllm", "client/outage.py", "client/fence.py", "client/transport.py", "connector/options.py"),
+    *(
+        "vllm",
+        "client/outage.py",
+        "client/shared_pool.py",
+        "client/transport.py",
+        "connector/options.py",
+    ),
     *("client/copier.py", "gpu/driver.py", "gpu/kernels.py"),
 )
 
@@ -364,7 +370,7 @@ VLLM_SPEAKS = (
 def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
     logged = messages_in(
         "client/worker.py",
-        "client/transfer.py",
+        "client/rank_memory.py",
         "client/scheduler.py",
         "connector",
         "gpu/copier.py",

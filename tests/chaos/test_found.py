@@ -9,8 +9,8 @@ import pytest
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
@@ -37,8 +37,8 @@ def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(
     )
     assert connection.wait_until_up(1_000)
     memory, keys = np.arange(3 * 64, dtype=np.uint8).reshape(3, 64), chain("a", 3)
-    transfer = Transfer(connection, [Piece(BlockRuns.of([memory]))], 0)
-    assert transfer.store(StoreRequest("default", b"", keys, np.arange(3))) == 3
+    transfer = Transfer(connection, [GroupMemory(BlockRuns.of([memory]))], 0)
+    assert transfer.store(StoreRequest("default", b"", keys, np.arange(3))).written == 3
 
     def fail(*_: object) -> None:
         raise OSError("no such memory")

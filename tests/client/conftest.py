@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvkeep.client.cache import Cache
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier, HostStoreCopy, row_addresses
+from kvkeep.client.loads import Load
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.stores import SourceBlocks, Store, source_blocks
+from kvkeep.client.transfer import Transfer as BlockingTransfer
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
@@ -35,6 +40,34 @@ IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens
 PASS = object()  # an `instead` that answers this lets the service answer
 
 Instead = Callable[[Header, m.Request], Any]
+
+
+class Transfer(BlockingTransfer):
+    """What it moves, in numbers; and the steps of it."""
+
+    def store(self, request: StoreRequest) -> int:  # type: ignore[override]
+        return self.offer(request)[0]
+
+    def offer(self, request: StoreRequest, sources: SourceBlocks | None = None) -> tuple[int, bool]:
+        """How many blocks were written, and whether the server has all of them."""
+        return ended(super().store(request, sources))
+
+    def sources(self, requests: Sequence[StoreRequest]) -> list[SourceBlocks]:
+        return source_blocks(self, requests)
+
+    def storing(self, request: StoreRequest, sources: SourceBlocks) -> Store:
+        return Store(self, request, sources)
+
+    def load_all(self, requests: Sequence[LoadRequest], *more: Any) -> list[NDArray[np.bool_]]:
+        return Load(self, requests, *more).finish()
+
+    def loading(self, requests: Sequence[LoadRequest], *more: Any) -> Load:
+        return Load(self, requests, *more)
+
+
+def ended(store: Store) -> tuple[int, bool]:
+    store.finish()
+    return store.written, store.is_complete
 
 
 class Recorder:
@@ -76,7 +109,7 @@ class Simulation:
             slots,
             limits,
         )
-        self._pools: list[Pool] = []
+        self.pools: list[Pool] = []
         self.connections: list[Connection] = []
         self.replace_server(epoch=1)
 
@@ -84,11 +117,11 @@ class Simulation:
         """A new server process takes the place of the one before, with a pool of the same name."""
         self.server = SimulatedServer(self._slots * SLOT, SLOT, epoch=epoch, limits=self._limits)
         if self._shared_memory:
-            while self._pools:
-                self._pools.pop().close()
+            while self.pools:
+                self.pools.pop().close()
             pool = Pool(self._directory, "sim", self._slots * SLOT, SLOT, epoch)
             pool.fill_next()
-            self._pools.append(pool)
+            self.pools.append(pool)
             limits = self.server.service._limits
             place = m.PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
             self.server.service = Service(
@@ -151,8 +184,8 @@ class Simulation:
         for connection in self.connections:
             connection.close()
         check_integrity(self.store)
-        while self._pools:
-            self._pools.pop().close()
+        while self.pools:
+            self.pools.pop().close()
 
 
 @pytest.fixture

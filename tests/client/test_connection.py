@@ -201,7 +201,7 @@ def test_memory_stays_mapped_and_fenced_until_the_last_copy_has_ended(simulation
     lock = sim.server.service.sessions.all()[0].watch
     with connection.pool(1) as pool:
         assert pool is not None
-        connection._go_down()  # as when the server is another one
+        connection.start_over()  # as when the server is another one
         assert lock.is_held(), "the server may not take a slot that is being written"
         assert len(pool[0].view(0, 64)) == 64
     assert not lock.is_held()
@@ -240,7 +240,7 @@ def test_a_server_whose_pool_others_may_write_gets_no_session(
     """Not on the network plane either: it is not who it says."""
     caplog.set_level(logging.WARNING)
     sim = simulation(shared_memory=True)
-    directory = sim._pools[0].directory
+    directory = sim.pools[0].directory
     directory.chmod(0o777)
     connection = sim.connection()
     assert not connection.wait_until_up(2_000)
@@ -475,7 +475,7 @@ def test_close_says_goodbye_and_lets_go_of_the_lock(simulation: Make) -> None:
     connection.close()
     assert sim.recorder.count(m.Goodbye) == 1
     assert not sim.store.sessions
-    assert connection._fence is None
+    assert connection.shared_pool is None
     connection.close()
     connection.poll()
     assert not connection.wait_until_up(1_000)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.client.conftest import Transfer
 
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.sources import Piece
-from kvkeep.client.transfer import Transfer
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
@@ -101,7 +101,7 @@ def test_nothing_raises_whatever_the_server_answers(
     scheduler = SchedulerAdapter(connection.shape, connection=connection)
     engine = np.random.default_rng(seed).integers(0, 256, (8, 1000), dtype=np.uint8)
     kept, ids = engine.copy(), np.arange(4)
-    transfer = Transfer(connection, [Piece(BlockRuns.of([engine]))], 0)
+    transfer = Transfer(connection, [GroupMemory(BlockRuns.of([engine]))], 0)
     connection.wait_until_up(2_000)
     got = 0
     for turn in range(40):

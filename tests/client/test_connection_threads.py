@@ -182,9 +182,9 @@ def test_whoever_has_the_pool_has_the_memory_of_that_session_however_often_it_en
     stop.set()
     for thread in threads:
         thread.join(30)
-    assert wrong == [] and connection._fence._holders == 1
+    assert wrong == [] and connection.shared_pool.holders == 1
     connection.close()
-    pool = sim._pools[0]
+    pool = sim.pools[0]
     mapped = Path("/proc/self/maps").read_text().count(f"{pool.directory}/segment-")
     assert mapped == sum(part is not None for part in pool.segments._maps), (
         "only the server's own mapping is left"

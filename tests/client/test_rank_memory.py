@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeep.client.rank_memory import RankMemory
-from kvkeep.client.sources import Piece
+from kvkeep.client.rank_memory import GroupMemory, RankMemory
 from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
@@ -19,7 +18,7 @@ Make = Callable[..., Any]
 
 def rank_memory(connection: Any, *nbytes: int) -> RankMemory:
     engine = [np.zeros((8, each), dtype=np.uint8) for each in nbytes]
-    return RankMemory(connection, [Piece(BlockRuns.of([each])) for each in engine], 0)
+    return RankMemory(connection, [GroupMemory(BlockRuns.of([each])) for each in engine], 0)
 
 
 def test_each_piece_of_a_slot_has_an_address_of_its_own(simulation: Make) -> None:
@@ -60,7 +59,7 @@ def test_memory_that_was_cut_off_is_logged_once(
 def test_block_ids_have_a_row_for_each_piece(simulation: Make) -> None:
     memory = rank_memory(simulation().connected(600, 400), 600, 400)
     assert memory.table(np.array([[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(RequestError, match="block ids for 1 pieces"):
+    with pytest.raises(RequestError, match="block ids for 1 groups"):
         memory.table(np.array([1, 2]))
     memory.relocate(())
     with pytest.raises(RequestError, match="the engine's blocks have 0"):
@@ -73,4 +72,4 @@ def test_a_message_carries_what_a_frame_takes(
 ) -> None:
     sim = simulation()
     sim.server.service._limits = m.WireLimits(frame_bytes, 65536, 4096, 65536)
-    assert rank_memory(sim.connected(1000), 1000).blocks_a_message(0) == blocks
+    assert rank_memory(sim.connected(1000), 1000).blocks_per_message(0) == blocks

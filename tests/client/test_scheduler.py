@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.conftest import Transfer
 
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.sources import Piece
-from kvkeep.client.transfer import Transfer
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import addresses
 from kvkeep.kv.runs import BlockRuns
@@ -30,7 +30,7 @@ def store(sim: Any, count: int, name: str = "k", salt: str | None = None) -> Non
     connection = sim.connected()
     blocks = np.full((count, 1000), 7, dtype=np.uint8)
     request = StoreRequest(tenant_of(salt), b"", keys(count, name), np.arange(count))
-    assert Transfer(connection, [Piece(BlockRuns.of([blocks]))], 0).store(request) == count
+    assert Transfer(connection, [GroupMemory(BlockRuns.of([blocks]))], 0).store(request) == count
 
 
 def adapter(sim: Any, **options: Any) -> SchedulerAdapter:

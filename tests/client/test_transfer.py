@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.client.conftest import Transfer
 
-from kvkeep.client import transfer as module
+from kvkeep.client import rank_memory
 from kvkeep.client.connection import Connection
-from kvkeep.client.loading import report_bad
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import Piece
-from kvkeep.client.transfer import Transfer
+from kvkeep.client.loads import report_bad
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.errors import RequestError
 from kvkeep.kv import native
 from kvkeep.kv.identity import ModelIdentity
@@ -37,7 +37,7 @@ def memory(blocks: int = 40, seed: int = 0, nbytes: int = NBYTES) -> NDArray[np.
 
 
 def transfer(connection: Connection, engine: NDArray[np.uint8], shard: int = 0) -> Transfer:
-    return Transfer(connection, [Piece(BlockRuns.of([engine]))], shard)
+    return Transfer(connection, [GroupMemory(BlockRuns.of([engine]))], shard)
 
 
 def storing(ids: list[int], name: str = "k", parent: bytes = b"", **hints: int) -> StoreRequest:
@@ -143,11 +143,11 @@ def test_loads_of_several_requests_end_each_with_its_own_result(sim: Any) -> Non
         look_up(connection, 2, [24, 23], name="c"),
     ]
     target = np.zeros_like(engine)
-    loaded = transfer(connection, target).load_together(requests)
+    loaded = transfer(connection, target).load_all(requests)
     assert [each.tolist() for each in loaded] == [[True, True], [], [True], [True, True]]
     assert (target[20:25] == engine[[1, 2, 3, 5, 4]]).all()
     assert not target[:20].any() and not target[25:].any()
-    assert transfer(connection, target).load_together([]) == []
+    assert transfer(connection, target).load_all([]) == []
 
 
 def test_a_stale_request_fails_alone(sim: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_stale_request_fails_alone(sim: Any) -> None:
     good = [look_up(connection, 2, ids) for ids in ([10, 11], [14, 15])]
     stale = LoadRequest(**(vars(look_up(connection, 2, [12, 13])) | {"epoch": 99}))
     target = np.zeros_like(engine)
-    loaded = transfer(connection, target).load_together([good[0], stale, good[1]])
+    loaded = transfer(connection, target).load_all([good[0], stale, good[1]])
     assert [each.tolist() for each in loaded] == [[True, True], [False, False], [True, True]]
     assert (target[[10, 11, 14, 15]] == engine[[0, 1, 0, 1]]).all() and not target[[12, 13]].any()
     assert connection.counters.failures == {"stale_epoch": 1}
@@ -167,7 +167,7 @@ def test_a_request_without_slots_fails_alone(simulation: Make) -> None:
     far, near, engine = sim.connected(shared_memory=False), sim.connected(), memory()
     transfer(near, engine).store(storing([0, 1]))
     requests = [look_up(far, 2, [10, 11]), look_up(near, 2, [12, 13])]
-    assert [each.tolist() for each in transfer(near, engine).load_together(requests)] == [
+    assert [each.tolist() for each in transfer(near, engine).load_all(requests)] == [
         [False] * 2,
         [True] * 2,
     ]
@@ -185,7 +185,7 @@ def test_a_bad_block_is_reported_by_the_key_of_the_request_that_it_is_of(sim: An
         look_up(connection, 3, [12, 13], skip=1, name="b"),
         look_up(connection, 2, [14, 15], name="c"),
     ]
-    loaded = transfer(connection, engine).load_together(requests)
+    loaded = transfer(connection, engine).load_all(requests)
     assert [each.tolist() for each in loaded] == [[True, False], [True, False], [False, True]]
     sim.run(20)
     reports = [request.key for request in sim.recorder.came if isinstance(request, m.ReportBad)]
@@ -203,9 +203,7 @@ def test_when_the_pool_is_gone_none_of_them_is_loaded(simulation: Make) -> None:
         **(vars(look_up(connection, 2, [12, 13])) | {"slots": np.array([0, 1 << 40])})
     )
     target = np.zeros_like(engine)
-    assert not any(
-        each.any() for each in transfer(connection, target).load_together([good, outside])
-    )
+    assert not any(each.any() for each in transfer(connection, target).load_all([good, outside]))
     assert not target.any() and connection.counters.failures == {"pool": 1}
 
 
@@ -213,9 +211,9 @@ def test_loads_wait_for_what_their_engine_did_before(sim: Any, late_copier: Any)
     connection, engine = sim.connected(), memory()
     transfer(connection, engine).store(storing([0, 1]))
     copier = late_copier([BlockRuns.of([engine])])
-    moving = Transfer(connection, [Piece(BlockRuns.of([engine]))], 0, copier)
+    moving = Transfer(connection, [GroupMemory(BlockRuns.of([engine]))], 0, copier)
     requests = [look_up(connection, 2, [10, 11]), look_up(connection, 2, [12, 13])]
-    assert all(each.all() for each in moving.load_together(requests, ["first", "second"]))
+    assert all(each.all() for each in moving.load_all(requests, ["first", "second"]))
     scatters = 1 if connection.segments is not None else 2
     assert copier.waited_for == [["first", "second"]] * scatters
 
@@ -252,14 +250,12 @@ def test_slots_given_in_a_session_that_is_over_are_not_written(simulation: Make)
 
     connection.wait = wait_and_lose_the_session  # type: ignore[method-assign]
     assert transfer(connection, memory()).store(storing([0, 1])) == 0
-    assert not sim._pools[0].segments.view(0, 64 * 4096).any(), (
-        "not a byte in the new server's pool"
-    )
+    assert not sim.pools[0].segments.view(0, 64 * 4096).any(), "not a byte in the new server's pool"
     assert sim.held() == [(0, 0)]
 
 
 def flip_a_byte(sim: Any, block: NDArray[np.uint8]) -> None:
-    pool = sim._pools[0].segments.view(0, 64 * 4096) if sim._pools else sim.server.memory.bytes
+    pool = sim.pools[0].segments.view(0, 64 * 4096) if sim.pools else sim.server.memory.bytes
     pool[pool.tobytes().index(block.tobytes()) + 17] ^= 4
 
 
@@ -321,7 +317,7 @@ def test_without_a_word_to_the_contrary_a_client_verifies(simulation: Make) -> N
     assert sim.server.service.verify is False
     connection = sim.connected()
     assert transfer(connection, engine).store(storing([0, 1])) == 2
-    sim._pools[0].segments.view(0, 1000)[17] ^= 4
+    sim.pools[0].segments.view(0, 1000)[17] ^= 4
     assert transfer(connection, engine).load(look_up(connection, 2, [4, 5])).tolist() == [
         False,
         True,
@@ -337,7 +333,7 @@ needs_kernel = pytest.mark.skipif(not native.available, reason="only the C kerne
 
 
 def cut_off(sim: Any, left_bytes: int) -> None:
-    os.truncate(sim._pools[0].directory / "segment-00000", left_bytes)
+    os.truncate(sim.pools[0].directory / "segment-00000", left_bytes)
 
 
 @needs_kernel
@@ -360,7 +356,7 @@ def test_a_pool_that_shrinks_under_a_load_is_a_failed_load(
     assert told.startswith(
         "kvkeep: blocks are computed or not stored: a segment of the pool was cut off"
     )
-    assert connection._fence._holders == 1, "no copy holds the pool"
+    assert connection.shared_pool.holders == 1, "no copy holds the pool"
 
 
 @needs_kernel
@@ -371,13 +367,13 @@ def test_a_pool_that_shrinks_under_a_store_ends_the_store(simulation: Make, veri
     assert transfer(connection, engine).store(storing([0])) == 1
     cut_off(sim, 0)
     outcome = transfer(connection, engine).offer(storing([1, 2], name="v"))
-    assert outcome == Stored(0, complete=False)
+    assert outcome == (0, False)
     sim.run(100)
     assert connection.counters.failures == {"pool": 1} and sim.held() == [(0, 0)], (
         "its slots are given back"
     )
-    assert connection._fence._holders == 1
-    cut_off(sim, sim._pools[0].segment_bytes)
+    assert connection.shared_pool.holders == 1
+    cut_off(sim, sim.pools[0].segment_bytes)
     assert transfer(connection, engine).store(storing([1, 2], name="v")) == 2, (
         "and the next one goes through"
     )
@@ -454,11 +450,11 @@ def test_large_blocks_go_through_the_socket_a_few_at_a_time(simulation: Make) ->
 
 
 def test_a_missing_kernel_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    simulation: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module.native, "available", False)
-    module._note_slow_copies.cache_clear()
+    monkeypatch.setattr(native, "available", False)
+    rank_memory._note_slow_copies.cache_clear()
     for _ in range(3):
-        module._note_slow_copies()
+        transfer(simulation().connection(), memory())
     assert len([record for record in caplog.records if "C compiler" in record.getMessage()]) == 1
-    module._note_slow_copies.cache_clear()
+    rank_memory._note_slow_copies.cache_clear()

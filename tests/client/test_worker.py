@@ -16,8 +16,10 @@ import pytest
 
 from kvkeep.client import worker as module
 from kvkeep.client.connection import Connection
+from kvkeep.client.copier import HostCopier
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.stores import Store, source_blocks
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -339,7 +341,6 @@ def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines
     engine.worker.load("l", request)
     assert engine.finished().failed == {"l": [0, BLOCKS]}
     assert engine.connection.counters.failures["internal_error"] == 2
-    assert all(thread.is_alive() for thread in engine.worker._threads)
 
 
 def test_a_store_that_cannot_be_asked_for_costs_no_other(
@@ -357,35 +358,32 @@ def test_a_store_that_cannot_be_asked_for_costs_no_other(
 
 
 def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
-    unreachable_worker().set_engine_busy(True)  # it has no memory yet, and nothing to say it to
+    WorkerAdapter(shape_of(768), ParallelStrategy.of(), NOWHERE).set_engine_busy(True)
     engine = start(contiguous()[0])
-    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
+    copier: Any = engine.worker.memory.copier  # type: ignore[union-attr]
     copier.set_engine_busy = (said := list[bool]()).append
     for computes in (True, False):
         engine.worker.set_engine_busy(computes)
     assert said == [True, False]
 
 
-def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -> None:
+def test_sources_are_made_while_the_thread_that_stores_may_go_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever hands over many stores would keep it from the first of them."""
     layers, _ = contiguous()
     fill(layers)
     engine = start(layers)
-    transfer: Any = engine.worker._transfer
-    sources, was_free = transfer.sources, list[bool]()
+    was_free = list[bool]()
 
-    def take_it() -> None:
-        was_free.append(engine.worker._wake.acquire(timeout=5))
-        if was_free[-1]:
-            engine.worker._wake.release()
-
-    def note(requests: Any) -> Any:
-        other = threading.Thread(target=take_it)
+    def note(*given: Any) -> Any:
+        other = threading.Thread(target=engine.worker.poll, daemon=True)
         other.start()
-        other.join()
-        return sources(requests)
+        other.join(5)
+        was_free.append(not other.is_alive())
+        return source_blocks(*given)
 
-    transfer.sources = note
+    monkeypatch.setattr(module, "source_blocks", note)
     engine.stored([0, 1])
     assert was_free == [True]
 
@@ -394,7 +392,7 @@ def test_several_stores_are_handed_over_at_once(start: Start) -> None:
     layers, _ = contiguous()
     fill(layers)
     engine = start(layers)
-    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
+    copier: Any = engine.worker.memory.copier  # type: ignore[union-attr]
     marks: list[object] = []
     copier.mark = lambda: marks.append(object()) or marks[-1]
     every = engine.keys(3)
@@ -418,35 +416,32 @@ def test_if_one_of_several_is_wrong_none_has_begun(start: Start) -> None:
     with pytest.raises(RequestError):
         engine.worker.store_all({"good": good, "wrong": wrong})
     assert (
-        not engine.worker._stores
-        and not engine.worker._sources
+        not engine.worker.jobs.queued_stores
+        and not engine.worker.jobs.stores
         and engine.worker.poll() == Finished()
     )
 
 
-def test_if_an_interrupt_comes_all_are_told(start: Start) -> None:
-    """Nobody else knows that none has begun."""
-    layers, _ = contiguous()
-    engine = start(layers)
-    engine.worker._sources["repeated"] = mock.Mock()
-    engine.worker._transfer.sources = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
-    store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
+def test_if_an_interrupt_comes_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else tells that none has begun."""
+    worker = stalled_worker()
+    store = StoreRequest("default", b"", keys(2), np.array([0, 1]))
+    worker.load("l", some_load([5]))
+    worker.store("repeated", store)
+    monkeypatch.setattr(module, "source_blocks", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        engine.worker.store_all({1: store, 2: store, "repeated": store})
-    assert engine.worker.poll() == Finished(stored={1: 0, 2: 0}, incomplete=[1, 2])
-    assert not engine.worker._stores and list(engine.worker._sources) == ["repeated"]
+        worker.store_all({1: store, 2: store, "repeated": store})
+    assert worker.poll() == Finished(stored={1: 0, 2: 0}, incomplete=[1, 2])
+    assert worker.jobs.stores == 1
+    worker.close()
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_what_is_refused_is_told_once_and_wakes_nobody(
+def test_what_is_refused_is_told_once(
     monkeypatch: pytest.MonkeyPatch, start: Start, wrong: bool
 ) -> None:
     monkeypatch.setattr(module, "_JOBS_QUEUED", int(wrong))
-    layers, _ = contiguous()
-    engine = start(layers)
-    ids = np.array([[0, 1], [0, 1]])
-    woken = mock.Mock()
-    monkeypatch.setattr(engine.worker._for_stores, "notify_all", woken)
+    engine, ids = start(contiguous()[0]), np.array([[0, 1], [0, 1]])
     stores = {at: StoreRequest("default", b"", engine.keys(2), ids) for at in range(2)}
     if wrong:  # the first one, and the second is refused: then it is as if nothing had been said
         with pytest.raises(RequestError):
@@ -455,8 +450,7 @@ def test_what_is_refused_is_told_once_and_wakes_nobody(
     else:
         engine.worker.store_all(stores)
         assert engine.worker.poll() == Finished(stored={0: 0, 1: 0}, incomplete=[0, 1])
-    woken.assert_not_called()
-    monkeypatch.undo()
+    assert engine.worker.jobs == (0, 0, 0, 0)
 
 
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
@@ -468,65 +462,88 @@ def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProce
     worker.register_kv_caches(contiguous()[0])
     worker.store("s", StoreRequest("default", b"", keys(1), np.array([0])))
     assert worker.poll().stored == {"s": 0}
-    assert worker._transfer is not None
-    assert not worker._stores
+    assert not worker.jobs.queued_stores
     worker.close()
 
 
-@pytest.mark.parametrize("when", ["closed", "repeated"])
-def test_a_store_that_is_refused_is_not_looked_at(start: Start, when: str) -> None:
-    layers, _ = contiguous()
-    engine = start(layers)
-    wrong = StoreRequest("default", b"", engine.keys(2), np.array([[0, 1], [0, 1]]))
-    if when == "closed":
-        engine.worker.close()
-    else:
-        transfer: Any = engine.worker._transfer
-        right = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
-        [engine.worker._sources["x"]] = transfer.sources([right])
-    engine.worker.store("x", wrong)
-    assert engine.worker.poll().incomplete == (["x"] if when == "closed" else [])
-    assert engine.connection.counters.failures == {
-        "closed" if when == "closed" else "repeated_job": 1
-    }
+@pytest.mark.parametrize("when", ["closed", "repeated", "unregistered"])
+def test_a_store_that_is_refused_is_not_looked_at(when: str) -> None:
+    worker = WorkerAdapter(shape_of(768), ParallelStrategy.of(), NOWHERE)
+    if when == "repeated":
+        worker = stalled_worker()
+        worker.load("l", some_load([5]))
+        worker.store("x", StoreRequest("default", b"", keys(2), np.array([0, 1])))
+    elif when == "closed":
+        worker.close()
+    worker.store("x", StoreRequest("default", b"", keys(2), np.array([[0, 1], [0, 1]])))
+    assert worker.poll().incomplete == ([] if when == "repeated" else ["x"])
+    reason = "repeated_job" if when == "repeated" else when
+    assert worker.connection.counters.failures == {reason: 1}
+    worker.close()
 
 
-def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start: Start) -> None:
-    layers, _ = contiguous()
-    engine = start(layers)
-    transfer: Any = engine.worker._transfer
-    sources = transfer.sources
-    transfer.sources = lambda requests: (engine.worker.close(), sources(requests))[1]
+def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(contiguous()[0])
+    close_first = lambda *given: (engine.worker.close(), source_blocks(*given))[1]  # noqa: E731
+    monkeypatch.setattr(module, "source_blocks", close_first)
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     engine.worker.store_all({"x": store, "y": store})
     assert engine.worker.poll() == Finished(stored={"x": 0, "y": 0}, incomplete=["x", "y"])
-    assert not engine.worker._stores and not engine.worker._sources
+    assert engine.worker.jobs == (0, 0, 0, 0)
 
 
 def test_a_store_that_has_begun_while_another_is_copied_ends_undone_if_the_worker_is_closed(
-    start: Start,
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(contiguous()[0])
-    copy = engine.worker._copy_store
+    engine, copy = start(contiguous()[0]), Store.copy
+    closing = threading.Thread(target=engine.worker.close)
 
-    def copy_until_closed(*args: Any) -> None:
-        copy(*args)  # begins another
-        assert eventually(lambda: engine.worker._closing)
+    def copy_until_closed(store: Store, *given: Any) -> None:
+        copy(store, *given)  # begins another
+        closing.start()
+        assert eventually(lambda: engine.worker.poll() and refused(engine))
 
-    engine.worker._copy_store = copy_until_closed  # type: ignore[method-assign]
+    monkeypatch.setattr(Store, "copy", copy_until_closed)
     every = engine.keys(2)
     stores = [StoreRequest("default", b"", every[at : at + 16], np.array([0])) for at in (0, 16)]
     engine.worker.store_all(dict(enumerate(stores)))
-    assert eventually(lambda: engine.worker._begun is not None)
-    engine.worker.close()
-    assert engine.worker.poll() == Finished(stored={0: 1, 1: 0}, incomplete=[1])
+    closing_began = eventually(closing.is_alive)
+    closing.join(30)
+    assert closing_began and engine.worker.poll() == Finished(stored={0: 1, 1: 0}, incomplete=[1])
 
 
-def unreachable_worker() -> WorkerAdapter:
-    """Its thread never starts: jobs stay where they are."""
-    return WorkerAdapter(
-        shape_of(768), ParallelStrategy.of(), ClientOptions(address="tcp://127.0.0.1:1")
-    )
+def refused(engine: Engine) -> bool:
+    """Whether the worker takes no more jobs."""
+    before = engine.connection.counters.failures.get("closed", 0)
+    engine.worker.load_now("none", some_load([5]))
+    return engine.connection.counters.failures.get("closed", 0) > before
+
+
+NOWHERE = ClientOptions(address="tcp://127.0.0.1:1")
+
+
+class StalledCopier(HostCopier):
+    """Its threads begin when a load was queued and is not any more."""
+
+    worker: WorkerAdapter
+    was_used = False
+
+    def mark(self) -> None:
+        self.was_used = True
+
+    def enter(self) -> None:
+        assert eventually(lambda: self.was_used and not self.worker.jobs.queued_loads)
+
+
+def stalled_worker() -> WorkerAdapter:
+    """Jobs stay where they are until it is closed; the first must be a load."""
+    worker = WorkerAdapter(shape_of(768), ParallelStrategy.of(), NOWHERE)
+    worker.make_copier = lambda runs: StalledCopier(runs)  # type: ignore[method-assign]
+    StalledCopier.worker = worker
+    worker.register_kv_caches(contiguous()[0])
+    return worker
 
 
 def some_load(ids: list[int]) -> LoadRequest:
@@ -538,22 +555,20 @@ def some_load(ids: list[int]) -> LoadRequest:
 
 def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_JOBS_QUEUED", 2)
-    worker = unreachable_worker()
-    for job in range(3):
+    worker, store = stalled_worker(), StoreRequest("default", b"", keys(1), np.array([0]))
+    worker.load(0, some_load([5, 6]))
+    worker.store_all({0: store, 1: store, 2: store})
+    for job in (1, 2):
         worker.load(job, some_load([5, 6]))
-        worker.store(job, StoreRequest("default", b"", keys(1), np.array([0])))
     assert worker.poll() == Finished(stored={2: 0}, incomplete=[2], loaded=[2], failed={2: [5, 6]})
     assert worker.connection.counters.failures == {"queue_full": 2}
     assert worker.poll() == Finished(), "everything is told once"
-    store = StoreRequest("default", b"", keys(1), np.array([0]))
-    worker._stores.clear()
-    worker.store_all({3: store, 4: store, 5: store})
-    assert worker.poll() == Finished(stored={5: 0}, incomplete=[5]) and len(worker._stores) == 2
+    assert worker.jobs == (2, 2, 2, 2)
     worker.close()
 
 
 def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
-    worker = unreachable_worker()
+    worker = stalled_worker()
     worker.withdraw([5])
     worker.load("queued", some_load([5]))
     worker.store("queued", StoreRequest("default", b"", keys(1), np.array([0])))

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeep.client import stores
 from kvkeep.client import worker as module
+from kvkeep.client.loads import Load
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.gpu.registration import PoolRegistration
 from kvkeep.kv.identity import ModelIdentity
@@ -63,13 +65,13 @@ class Engine:
             ParallelStrategy.of(),
             ClientOptions(address=server.address, **options),
         )
-        self.worker.register_pieces([Piece(BlockRuns.of([self.memory]))])
+        self.worker.register_groups([GroupMemory(BlockRuns.of([self.memory]))])
         self.connection = self.worker.connection
         assert eventually(lambda: self.connection.up), self.connection.refusal
 
     @property
     def transfer(self) -> Any:
-        return self.worker._transfer
+        return self.worker.memory
 
     def keys(self, count: int, name: str = "") -> bytes:
         """Keys here are no hashes, so the model must be in them."""
@@ -183,7 +185,7 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(
     assert engine.has([10, 11, 12], [0, 1, 2])
     engine.worker.load("timed", request)
     took_s = next(iter(engine.finished().seconds.values()))
-    assert took_s > 0 and not engine.worker._began
+    assert took_s > 0 and not engine.worker.jobs.loads
     engine.worker.load("bad", wrong(request))
     assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), (
         "reported, not waited for"
@@ -275,7 +277,7 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
         patch.setattr(module.log, "exception", lambda *_: None)
         seen = engine.finished(4)
     assert (seen.stored, seen.incomplete) == ({0: 2, 1: 2, 2: 0, 3: 1}, [2])
-    assert len(begun) == 4 and not engine.worker._sources
+    assert len(begun) == 4 and not engine.worker.jobs.stores
     engine.worker.load("l", engine.looked_up([10, 11, 12], "/1"))
     assert engine.finished().failed == {} and engine.has([10, 11, 12], [50, 2, 3])
 
@@ -297,14 +299,13 @@ def test_many_small_loads_come_back_each_with_its_own_result(
     places = [[*range(begin, begin + size)] for begin, size in zip(begins, sizes, strict=True)]
     requests = [engine.looked_up(ids, f"/{job}") for job, ids in enumerate(places)]
     gate, batches = Gate(), []
-    loading = engine.transfer.loading
 
-    def load_and_note(given: Any, marks: Any) -> Any:
+    def load_and_note(memory: Any, given: Any, marks: Any) -> Load:
         batches.append([request.blocks * NBYTES for request in given])
         gate.pass_through()
-        return loading(given, marks)
+        return Load(memory, given, marks)
 
-    engine.transfer.loading = load_and_note
+    monkeypatch.setattr(module, "Load", load_and_note)
     for job, request in enumerate(requests):
         engine.worker.load(job, wrong(request) if job % 7 == 3 else request)
     assert gate.reached.wait(30)
@@ -365,12 +366,11 @@ def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., 
     world.copier.begin_load = arrive_late
     for job in range(10):
         engine.worker.load(job, request)
-        assert eventually(
-            lambda job=job: not engine.worker._loads or job >= module._LOADS_UNDER_WAY
-        )  # type: ignore[misc]
+        begins = job < module._LOADS_UNDER_WAY
+        assert eventually(lambda begins=begins: not (begins and engine.worker.jobs.queued_loads))  # type: ignore[misc]
     assert gate.reached.wait(30)
-    assert eventually(lambda: len(engine.worker._arriving) == module._LOADS_UNDER_WAY)
-    assert len(world.copier.scatterings) == module._LOADS_UNDER_WAY
+    assert eventually(lambda: len(world.copier.scatterings) == module._LOADS_UNDER_WAY)
+    assert engine.worker.jobs.queued_loads == 10 - module._LOADS_UNDER_WAY
     assert engine.worker.poll() == Finished()
     gate.open()
     assert engine.finished(10) == Finished(loaded=[*range(10)])
@@ -393,8 +393,8 @@ def test_a_device_that_fails_costs_the_loads_that_were_under_way_and_no_others(
         world.engine.worker.load(world.copier.breaks, request)
         assert world.engine.finished() == Finished(loaded=[world.copier.breaks], failed=failed)
     assert world.engine.connection.counters.failures["internal_error"] == 2
-    fence: Any = world.engine.connection._fence
-    assert eventually(lambda: fence._holders == 1), "the pool is held by nobody who copies"
+    fence: Any = world.engine.connection.shared_pool
+    assert eventually(lambda: fence.holders == 1), "the pool is held by nobody who copies"
 
 
 # -- withdrawn while loads run
@@ -454,12 +454,10 @@ def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
     gate.open()
     server.send(signal.SIGCONT)
     closing.join(30)
-    assert not closing.is_alive() and not any(
-        thread.is_alive() for thread in engine.worker._threads
-    )
+    assert not closing.is_alive()
     assert engine.finished(2) == Finished(stored={"in hand": 2}, loaded=["in hand"])
     assert engine.has([10, 11], [0, 1])
-    assert engine.connection.state == "down" and engine.connection._fence is None
+    assert engine.connection.state == "down" and engine.connection.shared_pool is None
 
 
 def test_close_in_the_middle_of_much_work_tells_of_every_job_once(start: Start) -> None:
@@ -474,7 +472,7 @@ def test_close_in_the_middle_of_much_work_tells_of_every_job_once(start: Start) 
     seen = engine.finished(200)
     assert sorted(seen.loaded) == sorted(seen.stored) == [*range(100)]
     assert engine.worker.poll() == Finished()
-    assert not engine.worker._sources
+    assert not engine.worker.jobs.stores
     assert "internal_error" not in engine.connection.counters.failures
 
 
@@ -553,7 +551,7 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
     engine.finished()
     requests = [engine.looked_up([10, 11]), engine.looked_up([12, 13])]
     gate = Gate()
-    engine.transfer.loading = gate.before(engine.transfer.loading)
+    monkeypatch.setattr(module, "Load", gate.before(Load))
     for job, request in enumerate(requests):
         engine.worker.load(job, request)
     assert world.since(before) == [("mark", here)] * 3
@@ -561,15 +559,25 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
     assert engine.finished(2) == Finished(loaded=[0, 1])
     assert [mark for marks in world.copier.waited_for for mark in marks] == world.copier.marks
     assert engine.has([10, 11, 12, 13], [0, 1, 0, 1])
-    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+
+
+def test_the_wait_for_the_engine_is_no_part_of_a_load(
+    device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = device()
+    engine, now_s = world.engine, 1.0
+    engine.store("s", [0, 1])
+    engine.finished()
+    request, gate = engine.looked_up([10, 11]), Gate()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(module, "Load", gate.before(Load))
     world.copier.must_wait = iter([True, False, False]).__next__
-    engine.worker._began = {"waits": 1.0, "of the same step": 2.0, "later": 6.0}
-    engine.worker._wait_for_engine(
-        [(job, requests[0], object()) for job in engine.worker._began], 4.0
-    )
-    assert [*engine.worker._began.values()] == [5.0, 5.0, 6.0], (
-        "the wait for the engine is no part of a load"
-    )
+    for job, now_s in (("waits", 1.0), ("same step", 2.0), ("later", 6.0)):  # noqa: B007
+        engine.worker.load(job, request)
+    now_s = 5.0
+    gate.open()
+    took_s = engine.finished(3).seconds
+    assert took_s == {"waits": 0.0, "same step": 0.0, "later": -1.0}
 
 
 def test_withdraw_shields_after_all_stores_have_been_seen_to(
@@ -600,8 +608,12 @@ def test_withdraw_shields_after_all_stores_have_been_seen_to(
 
 
 def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
-    device: Callable[..., Device], server: ServerProcess
+    device: Callable[..., Device], server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sources, make = list[Any](), stores.SourceBlocks
+    monkeypatch.setattr(
+        stores, "SourceBlocks", lambda *given: sources.append(make(*given)) or sources[-1]
+    )
     world = device()
     engine, here = world.engine, threading.current_thread().name
     server.send(signal.SIGSTOP)
@@ -610,7 +622,7 @@ def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
     stops: list[list[int]] = []
     fence_reads = world.copier.fence_reads
     world.copier.fence_reads = lambda: (
-        stops.append([each.stop for each in engine.worker._sources.values()]),
+        stops.append([each.stop for each in sources]),
         fence_reads(),
     )
     before = len(world.copier.calls)
@@ -643,7 +655,6 @@ def test_a_thread_that_cannot_enter_costs_no_more_than_what_it_copies(
     assert engine.finished() == Finished(stored={"s": 0}, incomplete=["s"])
     engine.store("again", [0, 1])
     assert engine.finished() == Finished(stored={"again": 2})
-    assert all(thread.is_alive() for thread in engine.worker._threads)
 
 
 def test_a_job_number_that_is_used_twice_never_stores_one_request_as_another(

@@ -141,7 +141,7 @@ class Engine:
         """Unregisters while copies wait at the gate."""
         thread = threading.Thread(target=self.worker.unregister_kv_caches, daemon=True)
         thread.start()
-        assert eventually(lambda: self.worker._is_unregistered)
+        assert eventually(lambda: not self.worker.is_registered)
         return thread
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvkeep.client.sources import NO_BLOCK
+from kvkeep.client.requests import NO_BLOCK
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.kv.checksum import ABSENT
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planning import ScriptedCache, Side
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.planner import BLOCKS_TOGETHER
 from kvkeep.kv.checksum import ABSENT

@@ -23,9 +23,10 @@ import clients
 import numpy as np
 
 import kvkeep
-from kvkeep.client import connection, copier, fence, piece_store, requests
+from kvkeep.client import connection, copier, requests, shared_pool
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.sources import Piece, Sources
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.stores import SourceBlocks, Store
 from kvkeep.client.transfer import Transfer
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.runs import BlockRuns
@@ -148,7 +149,7 @@ def arm(point: str) -> None:
     """Plants the stop of a client."""
     match point.partition(": ")[::2]:
         case "store", "after Prepared, before the pool is held":
-            before(piece_store.PieceStore, "_into_slots", lambda *_: stop_once())
+            before(Store, "_write", lambda *_: stop_once())
         case "store", "before a segment is opened":
             before(segments.Segments, "_map", lambda *_: stop_once())
         case "store", "a segment is opened, its epoch not yet looked at":
@@ -156,7 +157,7 @@ def arm(point: str) -> None:
         case "store", "its epoch was looked at, not yet mapped":
             after(PoolFiles, "is_of", stop_once)
         case "store", "before the copy":
-            before(Sources, "copy", lambda *_: stop_once())
+            before(SourceBlocks, "copy", lambda *_: stop_once())
         case "store", "in the middle of the copy":
             in_the_middle("gather")
         case "store", "after the copy, before CompleteStore":
@@ -174,11 +175,11 @@ def arm(point: str) -> None:
         case "load", "before Release":
             before(connection.Connection, "give_up", lambda *_: stop_once())
         case "hello", "Welcome has come":
-            before(fence.Fence, "take", lambda *_: stop_once())
+            before(shared_pool.SharedPool, "attach", lambda *_: stop_once())
         case "hello", "the pool was looked at, the lock not yet taken":
-            before(fence, "hold", lambda *_: stop_once())
+            before(shared_pool, "hold", lambda *_: stop_once())
         case "hello", "the lock is taken, Attach not yet said":
-            after(fence.Fence, "take", stop_once)
+            after(shared_pool.SharedPool, "attach", stop_once)
         case _, other:
             assert other == STALE, point
 
@@ -227,7 +228,7 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
     clients.say(moved=used.epoch != epoch)
     stop_once()
     blocks = np.zeros((len(slots), *clients.SHAPE), np.float32) if loads else clients.oracle(tokens)
-    transfer = Transfer(used, [Piece(BlockRuns.of([blocks]))], 0)
+    transfer = Transfer(used, [GroupMemory(BlockRuns.of([blocks]))], 0)
     if loads:
         sums = np.frombuffer(answer.checksums, "<u8").reshape(-1, 1)
         request = requests.LoadRequest(
@@ -238,7 +239,7 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
             loaded=int(good.sum()), right=clients.same(blocks[good], clients.oracle(tokens)[good])
         )
         return
-    with transfer.memory.addresses(0, slots, call.epoch, call.session) as addresses:
+    with transfer.addresses(0, slots, call.epoch, call.session) as addresses:
         if addresses is not None:
             copier.gather(BlockRuns.of([blocks]), np.arange(len(slots)), addresses, verify=False)
     clients.say(stored=0, right=True, wrote=addresses is not None)

@@ -80,14 +80,14 @@ directory.chmod(directory_mode)
 """
 TAKES_IT = """
 import json, pathlib, sys
-from kvkeep.client.fence import Fence
+from kvkeep.client.shared_pool import SharedPool
 from kvkeep.errors import UntrustedPool
 from kvkeep.wire.messages import PoolPlace, Welcome, WireLimits
 directory, trusted = sys.argv[1], tuple(map(int, sys.argv[2:]))
 place = PoolPlace(directory, directory + "/session-7-1.lock", 1 << 20, 1 << 20)
 why = ""
 try:
-    fence = Fence.take(Welcome(1, 7, "kvkeep", place, WireLimits(1, 1, 1, 1), [], False), trusted_users=trusted)
+    fence = SharedPool.attach(Welcome(1, 7, "kvkeep", place, WireLimits(1, 1, 1, 1), [], False), trusted_users=trusted)
     if fence is not None:
         fence.segments.view(0, 64)
 except UntrustedPool as error:

@@ -15,9 +15,9 @@ import pytest
 from kvkeep.cli.remote import ask
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.kv.identity import ModelIdentity, tenant_of
 from kvkeep.kv.runs import BlockRuns
@@ -54,8 +54,9 @@ def stored(server: ServerProcess, count: int) -> list[bytes]:
     connection = Connection(SHAPE, ClientOptions(address=server.address, store_deadline_ms=30_000))
     assert connection.wait_until_up(30_000)
     memory = np.zeros((count, NBYTES), dtype=np.uint8)
-    transfer = Transfer(connection, [Piece(BlockRuns.of([memory]))], 0)
-    assert transfer.store(StoreRequest(tenant_of(None), b"", keys, np.arange(count))) == count
+    transfer = Transfer(connection, [GroupMemory(BlockRuns.of([memory]))], 0)
+    store = StoreRequest(tenant_of(None), b"", keys, np.arange(count))
+    assert transfer.store(store).written == count
     connection.close()
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 

@@ -17,7 +17,8 @@ from lazy import Dependency, Lazy, Units
 from numpy.typing import NDArray
 
 from kvkeep.client.copier import row_addresses
-from kvkeep.client.sources import Copy, Piece, Sources
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.stores import CopiedBlocks, SourceBlocks
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import copier as module
 from kvkeep.gpu import staging
@@ -57,11 +58,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Store:
     """Some blocks as they are when the store is made, and slots for them."""
 
-    def __init__(self, sources: Sources, slots: list[int], content: Bytes) -> None:
+    def __init__(self, sources: SourceBlocks, slots: list[int], content: Bytes) -> None:
         self.sources = sources
         self.slots = slots
         self.content = content
-        self.copies: list[Copy | None] = []
+        self.copies: list[CopiedBlocks | None] = []
 
 
 class Load:
@@ -87,7 +88,7 @@ class World:
         self.computed: Bytes = [
             memory.copy() for memory in self.memory
         ]  # by what the engine was given so far
-        self.pieces = [Piece(BlockRuns.of([memory])) for memory in self.memory]
+        self.pieces = [GroupMemory(BlockRuns.of([memory])) for memory in self.memory]
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
         for lane in (self.copier._out, self.copier._in):
@@ -157,7 +158,7 @@ class World:
     def take_back(self, blocks: list[int]) -> None:
         """As a worker does, before the engine or a load writes into them."""
         for store in [*self.stores, *self.stored]:
-            store.sources.take_back(np.array(blocks, dtype=np.int64), PLENTY)
+            store.sources.evacuate(np.array(blocks, dtype=np.int64), PLENTY)
         self.copier.fence_reads()
 
     def ask_store(self) -> None:
@@ -170,7 +171,7 @@ class World:
         ids = np.array([blocks[: len(slots)]] * len(SIZES), dtype=np.int64)
         self.free = [slot for slot in self.free if slot not in slots]
         content = [computed[ids[0]] for computed in self.computed]
-        self.stores.append(Store(Sources(self.pieces, ids, self.copier), slots, content))
+        self.stores.append(Store(SourceBlocks(self.pieces, ids, self.copier), slots, content))
 
     def ask_load(self) -> None:
         blocks = self.some([block for block in range(BLOCKS) if block not in self.targets], BLOCKS)
@@ -503,11 +504,11 @@ CARELESS: dict[str, tuple[type, str, Any]] = {
     "a record is everybody's": (CopyLane, "take_record", one_for_all),
     "blocks are set aside while the engine writes": (EvacuationBuffer, "take", aside_in_no_order),
     "a reading goes on though the engine takes blocks back": (
-        Sources,
+        SourceBlocks,
         "_halt",
         lambda sources: None,
     ),
-    "what a halted reading left is nobody's": (Sources, "_halt", halt_and_forget),
+    "what a halted reading left is nobody's": (SourceBlocks, "_halt", halt_and_forget),
     "the engine writes before a halted reading has read": (
         StoreCopy,
         "_note_reads",

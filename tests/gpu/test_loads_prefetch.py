@@ -28,10 +28,10 @@ from test_copier_orders import small as small  # a fixture
 from test_loads import Watched, without_gpu
 from tests.client.conftest import Simulation
 
-from kvkeep.client.at_once import AtOnce
 from kvkeep.client.copier import row_addresses
+from kvkeep.client.loads import BlockingLoader
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import staging
@@ -431,14 +431,10 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
             sim.connected(SIZES[0], verify=verify),
             b"".join(bytes([at]) * 16 for at in range(12)),
         )
-        piece, failures = Piece(BlockRuns.of([rig.memory])), list[str]()
+        piece, failures = GroupMemory(BlockRuns.of([rig.memory])), list[str]()
         rig.memory[:12] = rig.pool[:12]
-        assert (
-            Transfer(connection, [piece], 0).store(
-                StoreRequest("default", b"", keys, np.arange(12))
-            )
-            == 12
-        )
+        store = StoreRequest("default", b"", keys, np.arange(12))
+        assert Transfer(connection, [piece], 0).store(store).is_complete
         call = connection.call(m.Lookup("default", connection.layout.layout, keys), 200)  # type: ignore[union-attr]
         found = connection.wait(call)
         assert isinstance(found, m.Found)
@@ -447,11 +443,11 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
             np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
         )
         transfer = Transfer(connection, [piece], 0, rig.copier)
-        with transfer.memory.addresses(0, slots, call.epoch) as addresses:
+        with transfer.addresses(0, slots, call.epoch) as addresses:
             assert addresses is not None and all(
                 rig.copier.pin(int(each), SIZES[0]) for each in addresses
             )
-        at_once = AtOnce(transfer, 0, failures.append)
+        at_once = BlockingLoader(transfer, 0, failures.append)
         at_once.fetch("a", call.epoch, slots)
         assert rig.copied == addresses[: BUFFERS * BAY].tolist()
         load = LoadRequest("default", keys, 0, np.arange(12, 24), call.epoch, slots, sums)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvkeep.client.loading import Loading
-from kvkeep.client.piece_store import PieceStore
-from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
+from kvkeep.client.loads import Load
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.stores import Store
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.vllm.connector import KVKeepConnector as Connector
@@ -40,8 +40,8 @@ _load_now = WorkerAdapter.load_now
 
 
 def _bytes_of(worker: WorkerAdapter, block: int) -> list[torch.Tensor]:
-    assert worker._transfer is not None
-    layers: Any = worker._transfer.memory.pieces[0].runs.keepalive
+    assert worker.memory is not None
+    layers: Any = worker.memory.groups[0].runs.keepalive
     return [layer[block].contiguous().view(torch.uint8) for layer in layers]
 
 
@@ -50,14 +50,14 @@ def store_all(worker: WorkerAdapter, requests: Mapping[Any, StoreRequest]) -> No
     _store_all(worker, requests)
 
 
-def end_store(worker: WorkerAdapter, job: Hashable, stored: Stored) -> None:
+def end_store(worker: WorkerAdapter, job: Hashable, *written: int, **is_complete: bool) -> None:
     request = _begun.pop(job, None)
     if request is not None:
         torch.cuda.synchronize()
         for at, block in enumerate(request.block_ids.tolist()):
             key = request.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
             _known[key] = [part.clone() for part in _bytes_of(worker, block)]
-    _end_store(worker, job, stored)
+    _end_store(worker, job, *written, **is_complete)
 
 
 def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
@@ -107,9 +107,9 @@ def then_stop(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 match os.environ.get("KVKEEP_STOPS_AT"):
     case "store":
-        PieceStore._into_slots = then_stop(PieceStore._into_slots)  # type: ignore[method-assign]
+        Store._write = then_stop(Store._write)  # type: ignore[method-assign]
     case "load":
-        Loading.begin = then_stop(Loading.begin)  # type: ignore[method-assign]
+        Load._begin = then_stop(Load._begin)  # type: ignore[method-assign]
 
 WorkerAdapter.store_all = store_all  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_store = end_store  # type: ignore[method-assign, assignment]

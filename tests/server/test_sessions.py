@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvkeep.cli.status import session_rows, why_not_shared
-from kvkeep.client.connection import Connection
-from kvkeep.client.keeper import Keeper
+from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -206,7 +205,7 @@ def connected(
     shape = BlockShape(ModelIdentity(**facts), (64,), cut=cut)  # type: ignore[arg-type]
     connection = Connection(shape, ClientOptions(address=server.address))
     connection.role = role
-    Keeper.keep(connection)
+    Heartbeat.keep(connection)
     assert connection.wait_until_up(20_000)
     return connection
 

@@ -44,8 +44,9 @@ import kvkeep.vllm.scheduler
 import kvkeep.vllm.versions
 import kvkeep.vllm.worker
 from kvkeep.client.connection import Connection
-from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import Piece, Sources, physical_fingerprint
+from kvkeep.client.rank_memory import GroupMemory, physical_fingerprint
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.stores import SourceBlocks, Store, source_blocks
 from kvkeep.client.transfer import Transfer
 from kvkeep.vllm import versions
 from kvkeep.vllm.connector import KVKeepConnector
@@ -243,11 +244,11 @@ class StepWorker:
         self.hasty: Callable[[], bool] = lambda: (
             False
         )  # whether a store is copied when it is handed over
-        self._early: list[tuple[Hashable, Stored]] = []
+        self._early: list[tuple[Hashable, Store]] = []
         self._jobs: list[tuple[Hashable, LoadRequest | StoreRequest]] = []
-        self._sources: dict[Hashable, Sources] = {}
+        self._sources: dict[Hashable, SourceBlocks] = {}
 
-    def register_pieces(self, pieces: Sequence[Piece]) -> None:
+    def register_groups(self, pieces: Sequence[GroupMemory]) -> None:
         self._transfer = Transfer(self.connection, pieces, 0)
         self.connection.physical = (0, physical_fingerprint(pieces))
 
@@ -257,9 +258,9 @@ class StepWorker:
 
     def store(self, job: Hashable, store: StoreRequest) -> None:
         self.began.append(("store", store))
-        sources = self._transfer.sources([store])[0]
+        sources = source_blocks(self._transfer, [store])[0]
         if self.hasty():
-            self._early.append((job, self._transfer.offer(store, sources=sources)))
+            self._early.append((job, self._transfer.store(store, sources)))
             return
         self._sources[job] = sources
         self._jobs.append((job, store))
@@ -275,7 +276,7 @@ class StepWorker:
             if block_ids is None:
                 sources.give_up()
                 continue
-            sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
+            sources.evacuate(torch.tensor(block_ids).numpy(), 1 << 20)
 
     def set_engine_busy(self, busy: bool) -> None:
         """Nothing: here is no GPU."""
@@ -308,12 +309,10 @@ class StepWorker:
             if isinstance(asked, LoadRequest):
                 self._load(job, asked, finished)
             else:
-                self._early.append(
-                    (job, self._transfer.offer(asked, sources=self._sources.pop(job)))
-                )
+                self._early.append((job, self._transfer.store(asked, self._sources.pop(job))))
         early, self._early = self._early, []
         finished.stored |= {job: stored.written for job, stored in early}
-        finished.incomplete += [job for job, stored in early if not stored.complete]
+        finished.incomplete += [job for job, stored in early if not stored.is_complete]
         return finished
 
     def _load(self, job: Hashable, load: LoadRequest, finished: Finished) -> None:

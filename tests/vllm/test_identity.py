@@ -17,7 +17,7 @@ import torch
 from engine_parts import full, mla, model_config, uniform
 from vllm.distributed import parallel_state
 
-from kvkeep.client.sources import Piece
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import differing_parts
@@ -380,7 +380,7 @@ def test_ranks_that_divide_the_context_have_no_replicas(
 
 
 def test_all_ranks_hear_how_every_rank_lies_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    located = [Piece(BlockRuns.of({"a": torch.zeros(4, 8)}))]
+    located = [GroupMemory(BlockRuns.of({"a": torch.zeros(4, 8)}))]
     own = identity.Part([located[0].runs.fingerprint], [32], {"a": "mla"})
     place(monkeypatch)
     assert identity.parts_of_all_ranks((located, {"a": "mla"})) == [own]

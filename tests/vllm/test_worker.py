@@ -63,7 +63,7 @@ class Recording:
     def withdraw(self, block_ids: Any) -> None:
         self._note("withdraw", block_ids)
 
-    def register_pieces(self, pieces: Any) -> None:
+    def register_groups(self, pieces: Any) -> None:
         self._note("register", len(pieces))
 
     def set_engine_busy(self, busy: bool) -> None:

@@ -233,7 +233,7 @@ def sleep_while(engine: SleepyEngine, gate: threading.Event) -> None:
     """Sleeps and wakes up, with a copy under way that goes on when vLLM has said that it takes the
     memory."""
     opener = threading.Thread(
-        target=lambda: (wait_until(lambda: engine.adapter._is_unregistered), gate.set())
+        target=lambda: (wait_until(lambda: not engine.adapter.is_registered), gate.set())
     )
     opener.start()
     engine.take_memory()
@@ -291,7 +291,7 @@ def test_a_load_that_has_ended_and_was_not_told_has_failed_too(start: Start) -> 
     while not engine.rank._worker._loading:  # type: ignore[union-attr]
         with mock.patch.object(engine.adapter, "poll", side_effect=Finished):
             engine.step()
-    wait_until(lambda: not engine.adapter._is_loading)
+    wait_until(lambda: not engine.adapter.jobs.loads)
     engine.take_memory()
     engine.give_memory()
     engine.shake_hands()
@@ -349,7 +349,8 @@ def test_if_it_cannot_be_unregistered_nothing_is_copied_any_more(
         engine.adapter, "withdraw", side_effect=RuntimeError("as the test says")
     ):
         engine.take_memory()
-    assert "could not be unregistered" in caplog.text and engine.adapter._closing
+    assert "could not be unregistered" in caplog.text
+    assert not engine.adapter.connection.up, "it is closed"
     assert engine.rank._worker is not None and engine.rank._worker.faults == 1
     engine.give_memory()
     engine.shake_hands()

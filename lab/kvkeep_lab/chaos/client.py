@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvkeep.client as client_code
-from kvkeep.client.connection import Connection
+from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.copier import HostCopier, HostLoadCopy, HostStoreCopy, row_addresses
-from kvkeep.client.fence import Fence
-from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.shared_pool import SharedPool
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.engine import Engine
@@ -89,9 +88,9 @@ class ChaosClient:
         self.commands: deque[Callable[[Engine], object]] = deque()  # for the engine's own thread
         self.engine: Engine | None = None
         self.connections: list[ChaosConnection] = []
-        self.fences: list[Fence] = []
-        self.dead_fences: list[Fence] = []
-        self.memories: dict[int, int] = {}  # inode of the pool's memory behind each fence
+        self.shared_pools: list[SharedPool] = []
+        self.dead_pools: list[SharedPool] = []
+        self.memories: dict[int, int] = {}  # inode of the pool's memory behind each shared_pool
         self.closed = False
         self.asked_to_close = False
         self.before_copy: Callable[[ChaosClient, int, bool], None] = (
@@ -120,32 +119,32 @@ class ChaosClient:
         self.record.tell(self.process.name, "crashes")
         self.process.kill()
         self.network.end_process(self.process)
-        for fence in self.fences:
-            if fence._holders and fence._descriptor >= 0:
-                os.close(fence._descriptor)
-                fence._descriptor = (
+        for shared_pool in self.shared_pools:
+            if shared_pool._holders and shared_pool._descriptor >= 0:
+                os.close(shared_pool._descriptor)
+                shared_pool._descriptor = (
                     -1
                 )  # what the threads do on their way out is not done by a process any more
-        self.dead_fences += self.fences
-        self.fences = []
+        self.dead_pools += self.shared_pools
+        self.shared_pools = []
 
     def place_of(self, address: int) -> tuple[int, int] | None:
         """Which memory of a pool the address is in, and where. None: in none."""
-        for fence in self.fences:
-            base, segments = int(fence.segments._bases[0]), fence.segments
+        for shared_pool in self.shared_pools:
+            base, segments = int(shared_pool.segments._bases[0]), shared_pool.segments
             if segments._arrays[0] is not None and 0 <= address - base < segments._pool_bytes:
-                return self.memories[id(fence)], address - base
+                return self.memories[id(shared_pool)], address - base
         return None
 
     def clean_up(self) -> None:
         """When the run is over: nothing of it may stay in this process."""
-        for fence in (*self.fences, *self.dead_fences):
-            if fence._holders and fence._descriptor >= 0:
-                os.close(fence._descriptor)
-                fence._descriptor = -1
-            fence._close_server_lock()
-            fence.segments.close()
-            fence.segments.files.close()
+        for shared_pool in (*self.shared_pools, *self.dead_pools):
+            if shared_pool._holders and shared_pool._descriptor >= 0:
+                os.close(shared_pool._descriptor)
+                shared_pool._descriptor = -1
+            shared_pool._close_server_lock()
+            shared_pool.segments.close()
+            shared_pool.segments.files.close()
 
     def pause(self, duration_us: int) -> None:
         process = self.process
@@ -202,16 +201,16 @@ class ChaosConnection(Connection):
     client: ChaosClient
 
     @property
-    def _fence(self) -> Fence | None:
+    def shared_pool(self) -> SharedPool | None:
         return self._taken
 
-    @_fence.setter
-    def _fence(self, fence: Fence | None) -> None:
-        self._taken = fence
-        if fence is not None:
-            self.client.fences.append(fence)
-            self.client.memories[id(fence)] = os.stat(
-                segment_path(fence.segments.files.path, 0)
+    @shared_pool.setter
+    def shared_pool(self, shared_pool: SharedPool | None) -> None:
+        self._taken = shared_pool
+        if shared_pool is not None:
+            self.client.shared_pools.append(shared_pool)
+            self.client.memories[id(shared_pool)] = os.stat(
+                segment_path(shared_pool.segments.files.path, 0)
             ).st_ino
 
     def __del__(self) -> None:
@@ -231,14 +230,14 @@ class _Backend:
 
     def lookup_side(self, shape: BlockShape) -> SchedulerAdapter:
         adapter = SchedulerAdapter(shape, connection=self._connection(shape))
-        Keeper(self._threads).add(adapter.connection)
+        Heartbeat(self._threads).add(adapter.connection)
         return adapter
 
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> ChaosWorker:
         adapter = ChaosWorker(shape, strategy, connection=self._connection(shape))
         adapter.client = self._client
         if self._client.item.kept:
-            Keeper(self._threads).add(adapter.connection)
+            Heartbeat(self._threads).add(adapter.connection)
         return adapter
 
     def connect(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from kvkeep.client.calls import Call, Calls, Debts
 from kvkeep.client.connection import Connection
-from kvkeep.client.fence import Fence
-from kvkeep.client.loading import Loading
+from kvkeep.client.loads import Load
 from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.shared_pool import SharedPool
 from kvkeep.client.transport import StreamTransport
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.engine.blocks import BlockPool
@@ -70,13 +70,13 @@ def _ignore_epoch() -> list[Patch]:
     def pool(self: Connection, epoch: int, session: int = 0) -> Any:
         return right_pool(self, self.epoch)
 
-    def begin(self: Loading, epoch: int, ready: Any, ahead: Any = None) -> None:
+    def take_sound(self: Load, epoch: int) -> None:
         self._requests = [replace(request, epoch=epoch) for request in self._requests]
-        right_begin(self, epoch, ready, ahead)
+        right_take(self, epoch)
 
-    right_pool, right_begin = Connection.pool, Loading.begin
+    right_pool, right_take = Connection.pool, Load._take_sound
     is_stale: Patch = (SchedulerAdapter, "_is_stale", lambda self, lookup: False)
-    return [(Connection, "pool", pool), (Loading, "begin", begin), is_stale]
+    return [(Connection, "pool", pool), (Load, "_take_sound", take_sound), is_stale]
 
 
 def _miss_checksum() -> list[Patch]:
@@ -139,20 +139,20 @@ def _report_early() -> list[Patch]:
 def _believe_bad_blocks() -> list[Patch]:
     """A block that does not match is reported to the server, and used."""
 
-    def finish(self: Loading) -> Any:
+    def finish(self: Load) -> Any:
         loaded = right(self)
         for each in loaded:
             each[:] = True
         return loaded
 
-    right = Loading.finish
-    return [(Loading, "finish", finish)]
+    right = Load.finish
+    return [(Load, "finish", finish)]
 
 
 def _skip_fence() -> list[Patch]:
     """The lock falls with the session, while copies are under way."""
 
-    def let_go(self: Fence) -> None:
+    def let_go(self: SharedPool) -> None:
         import os
 
         if not self._over and self._descriptor >= 0:
@@ -160,8 +160,8 @@ def _skip_fence() -> list[Patch]:
             self._descriptor = -1
         right(self)
 
-    right = Fence.let_go
-    return [(Fence, "let_go", let_go)]
+    right = SharedPool.let_go
+    return [(SharedPool, "let_go", let_go)]
 
 
 def _reuse_engine_blocks() -> list[Patch]:

@@ -19,9 +19,9 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.kv.keys import addresses
@@ -190,7 +190,7 @@ class SimulatedWorker:
         assert isinstance(layers, Mapping) and block_dim == 0
         runs = BlockRuns.of(layers)
         self._layers = list(layers.values())
-        self._transfer = Transfer(self._connection, [Piece(runs)], self._strategy.kv_rank)
+        self._transfer = Transfer(self._connection, [GroupMemory(runs)], self._strategy.kv_rank)
         self._connection.physical = (self._strategy.kv_rank, bytes.fromhex(runs.fingerprint))
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
@@ -279,9 +279,9 @@ class SimulatedWorker:
         if self._cache.random.random() < self._cache.faults.store_loss:
             self._lose_store(job)
         else:
-            outcome = self._transfer.offer(request)
-            self._finished.stored[job] = outcome.written
-            self._finished.incomplete += [] if outcome.complete else [job]
+            store = self._transfer.store(request)
+            self._finished.stored[job] = store.written
+            self._finished.incomplete += [] if store.is_complete else [job]
 
     def _lose_store(self, job: Hashable) -> None:
         self._cache.counts["lost_stores"] += 1

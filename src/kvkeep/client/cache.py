@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from kvkeep.client.calls import Call, ClientCounters
-from kvkeep.client.connection import Connection
-from kvkeep.client.keeper import Keeper
+from kvkeep.client.calls import Call, ClientCounters, Hit, read_found
+from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import trouble
-from kvkeep.client.replies import Hit, read_found
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError, Unavailable
 from kvkeep.kv.identity import ModelIdentity, tenant_of
@@ -74,7 +72,7 @@ def connect(
     if address is not None:
         chosen = replace(chosen, address=address)
     connection = Connection(BlockShape(identity, (nbytes,)), chosen)
-    Keeper.keep(connection)
+    Heartbeat.keep(connection)
     if not connection.wait_until_up(wait_ms) and required:
         connection.close()
         why, refusal = connection.outage.trouble or ("nobody answers", connection.refusal)
@@ -146,9 +144,7 @@ class Cache:
         request = StoreRequest(
             tenant_of(salt), b"", chain.keys(), np.arange(len(chain)), priority, ttl_ms
         )
-        return Transfer(self.connection, [Piece(BlockRuns.of([_writable(array)]))], 0).store(
-            request
-        )
+        return self._transfer(_writable(array)).store(request).written
 
     def get(self, tokens: Sequence[int], *, salt: str | None = None) -> NDArray[Any]:
         """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape],
@@ -164,7 +160,9 @@ class Cache:
             request = LoadRequest(
                 tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums
             )
-            loaded = Transfer(self.connection, [Piece(BlockRuns.of([blocks]))], 0).load(request)
+            loaded = Transfer(self.connection, [GroupMemory(BlockRuns.of([blocks]))], 0).load(
+                request
+            )
             good = hit.blocks if loaded.all() else int(np.argmin(loaded))
         finally:
             self._give_up(call, good * self.identity.block_tokens)
@@ -184,6 +182,9 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _transfer(self, blocks: NDArray[Any]) -> Transfer:
+        return Transfer(self.connection, [GroupMemory(BlockRuns.of([blocks]))], 0)
 
     def _chain(self, tokens: Sequence[int], salt: str | None) -> KeyChain:
         chain = KeyChain(root_key(self.identity, salt), self.identity.block_tokens)

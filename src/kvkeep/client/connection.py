@@ -5,27 +5,36 @@
       └────────── refused, no or no sound answer in time, unknown_session ───────────┘
 
 `poll` does all the work and never blocks; whoever owns the connection calls it often (an engine in
-each step, a worker thread in its loop, a Keeper otherwise). Only when up do calls go out; at all
+each step, a worker thread in its loop, a Heartbeat otherwise). Only when up do calls go out; at all
 other times they fail at once, which the callers count as misses."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
-from kvkeep.client.fence import Fence
+from kvkeep.client.calls import (
+    Breaker,
+    Call,
+    Calls,
+    ClientCounters,
+    Debts,
+    gives,
+    is_sound_layout,
+    is_sound_welcome,
+)
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import SILENT, UNTRUSTED, Outage
-from kvkeep.client.replies import is_sound_layout, is_sound_welcome
-from kvkeep.client.threads import Threads, monotonic_ms
+from kvkeep.client.shared_pool import SharedPool
+from kvkeep.client.threads import FairLock, Threads, monotonic_ms
 from kvkeep.client.transport import StreamTransport, Transport
-from kvkeep.client.turns import Turns
 from kvkeep.errors import ProtocolError, UntrustedPool
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
@@ -41,6 +50,7 @@ _LAST_QUICK_RETRY_MS = (
 )
 _WAIT_SLICE_MS = 5  # then others have their turn
 _REST_S, _SHORT_REST_S = 0.1, 0.02  # with nothing on its way, and otherwise
+_HEARTBEAT_S = 0.05
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
@@ -65,12 +75,12 @@ class Connection:
             options.address, tls_files(options), options.trusted_users
         )
         self._pid, self._clock = os.getpid(), clock
-        self.lock, self.outage = Turns(threads), Outage(options.address)
+        self.lock, self.outage = FairLock(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
         self._next_number, self._attempts, self._next_attempt_ms, self._next_ping_ms = 1, 0, 0, 0
-        self._fence: Fence | None = None
+        self.shared_pool: SharedPool | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
         self.role = "client"  # what this session is for, as operators see it
         self._told_differences = False
@@ -80,8 +90,8 @@ class Connection:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the
         # session held.
         if hasattr(self, "_closed") and not self._closed and os and os.getpid() == self._pid:
-            if self._fence is not None:
-                self._fence.let_go()
+            if self.shared_pool is not None:
+                self.shared_pool.let_go()
             self._transport.close()
 
     # -- what callers see
@@ -132,7 +142,7 @@ class Connection:
 
     @property
     def segments(self) -> Segments | None:  # the pool's memory, if it is on this host
-        return fence.segments if (fence := self._fence) else None
+        return shared.segments if (shared := self.shared_pool) else None
 
     @contextlib.contextmanager
     def pool(
@@ -141,17 +151,16 @@ class Connection:
         """The pool's memory and where blocks lie in it, if `epoch` (and `session`, if named) is
         still ours: slots of another are somebody else's. Inside the block memory and lock stay
         ours, whatever happens."""
-        fence, layout, welcome = self._fence, self.layout, self.welcome
+        shared, layout, welcome = self.shared_pool, self.layout, self.welcome
         current = welcome is not None and self.epoch == epoch and session in (0, welcome.session)
-        if (
-            fence is None or not current or not fence.hold()
-        ):  # a session's fence falls last: so all these are of one
+        # A session lets go of its pool last, so all three are of one session.
+        if shared is None or not current or not shared.hold():
             yield None
             return
         try:
-            yield (fence.segments, layout) if layout else None
+            yield (shared.segments, layout) if layout else None
         finally:
-            fence.unhold()
+            shared.unhold()
 
     def map_pool_ahead(self) -> bool:
         """Maps a little more of the pool before its first use. False if nothing is left to map."""
@@ -395,7 +404,11 @@ class Connection:
                 self._ping = self._send(
                     m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms)
                 )
-                if not self.answering and self._fence is not None and self._fence.server_is_gone():
+                if (
+                    not self.answering
+                    and self.shared_pool is not None
+                    and self.shared_pool.server_is_gone()
+                ):
                     self._go_down()
                     return
             self._debts.pay(now_ms, self._send)
@@ -431,14 +444,16 @@ class Connection:
                 self.state = "attaching"
                 try:
                     may, users = self.options.shared_memory, self.options.trusted_users
-                    self._fence = Fence.take(welcome, self.threads, users) if may else None
+                    self.shared_pool = (
+                        SharedPool.attach(welcome, self.threads, users) if may else None
+                    )
                 except UntrustedPool as error:
                     self.counters.fail("untrusted_pool")
                     self.refusal = f"{error.message} ({error.hint})"
                     self.start_over()
                     self.outage.begin(UNTRUSTED, self.refusal)
                     return
-                plane = m.SHARED_MEMORY if self._fence else m.NETWORK
+                plane = m.SHARED_MEMORY if self.shared_pool else m.NETWORK
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():
                 self.state = "opening"
@@ -501,10 +516,10 @@ class Connection:
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
         if (
-            self._fence is not None
+            self.shared_pool is not None
         ):  # last: who got hold of it before has read what was this session's
-            self._fence.let_go()
-            self._fence = None
+            self.shared_pool.let_go()
+            self.shared_pool = None
 
 
 def _shortened(text: str) -> str:
@@ -512,3 +527,52 @@ def _shortened(text: str) -> str:
     if len(text) <= m.MAX_PART_CHARS:
         return text
     return f"{text[: m.MAX_PART_CHARS // 2]}… {blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+class Heartbeat:
+    """A thread that polls connections while their owners do something else: it pings, reconnects
+    and gives back. It polls a connection for as long as somebody else refers to it. There is one
+    for the whole process."""
+
+    _instance: Heartbeat | None = None
+    _instance_lock = threading.Lock()
+
+    def __init__(self, threads: Threads = threading) -> None:
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._threads = threads
+        self._lock = threads.Lock()
+        self._thread = threads.Thread(target=self._run, name="kvkeep-heartbeat", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def keep(cls, connection: Connection) -> None:
+        """Polls this connection from now on."""
+        with cls._instance_lock:
+            # A fork leaves the thread behind.
+            if cls._instance is None or not cls._instance._thread.is_alive():
+                cls._instance = Heartbeat()
+                atexit.register(cls._instance._say_goodbye)
+        cls._instance.add(connection)
+
+    def add(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+
+    def _run(self) -> None:
+        pause = self._threads.Event()
+        while True:
+            with self._lock:
+                connections = list(self._connections)
+            rests_s = [_poll(connections.pop()) for _ in range(len(connections))]
+            pause.wait(max(_HEARTBEAT_S, min(rests_s, default=0.0)))
+
+    def _say_goodbye(self) -> None:
+        """At exit, for owners that did not: the server's log then shows no dead process."""
+        for connection in list(self._connections):
+            connection.close()
+
+
+def _poll(connection: Connection) -> float:
+    """Polls it once. Returns how many seconds it can do without."""
+    connection.poll()
+    return connection.rest_s

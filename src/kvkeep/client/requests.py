@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.sources import NO_BLOCK
 from kvkeep.errors import RequestError
 from kvkeep.kv.keys import KEY_BYTES
 
+NO_BLOCK = -1  # in a table of block ids: the engine has, or wants, no block here
+
 
 def _ids(block_ids: Any) -> NDArray[np.int64]:
-    """Block ids as engines have them (a list, an array, a CPU tensor; with several pieces a row for
-    each) as an array. RequestError, in the thread of whoever made the request, for anything that is
-    no list of integers."""
+    """Block ids as engines have them (a list, an array, a CPU tensor; with several groups a row for
+    each) as an array. RequestError, in the thread that makes the request, for anything else."""
     array = np.asarray(block_ids)
     if array.ndim not in (1, 2) or (array.dtype.kind not in "iu" and array.size):
         raise RequestError(
@@ -30,12 +30,12 @@ def _ids(block_ids: Any) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key; block_ids[p, i]
-    piece p of it, where an engine has several (NO_BLOCK: it lacks this piece).
+    """Blocks to store: `block_ids[i]` of the engine holds the block of the i-th key, or
+    `block_ids[g, i]` group g of it, where an engine has several (NO_BLOCK: the engine lacks it).
 
     parent     the key before the first one; b"" if the first one begins the prompt
-    priority   0 to 100, 50 is normal; higher ones stay longer
-    ttl_ms     after that long the blocks are the first to be evicted, and served until they are; 0: like all others
+    priority   0 to 100, 50 is normal; blocks of higher priority stay longer
+    ttl_ms     after that time the blocks are the first to be evicted; 0 means no limit
     """
 
     tenant: str
@@ -72,19 +72,10 @@ class StoreRequest:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What came of a store: how many blocks were written, and whether the server has all of them
-    now."""
-
-    written: int
-    complete: bool
-
-
-@dataclass(frozen=True)
 class LoadRequest:
-    """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a
-    lookup gave; piece p of them into block_ids[p], where an engine has several (NO_BLOCK: this
-    piece is not wanted).
+    """Blocks to load: those of `keys[skip:]`, into `block_ids` of the engine, from the slots that a
+    lookup gave; group g of them into `block_ids[g]`, where an engine has several (NO_BLOCK: the
+    engine does not want it).
 
     `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of
     its own. There are as many block_ids as the lookup described blocks: `answer.blocks -

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.calls import Call
-from kvkeep.client.connection import Connection
-from kvkeep.client.keeper import Keeper
+from kvkeep.client.calls import Call, read_found
+from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.replies import read_found
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES, addresses
@@ -69,7 +67,7 @@ class SchedulerAdapter:
         self.connection = connection or Connection(shape, options or ClientOptions())
         self.connection.role = "scheduler"
         if connection is None:
-            Keeper.keep(self.connection)
+            Heartbeat.keep(self.connection)
         self._shards = len(shape.shard_bytes)
 
     def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.sources import NO_BLOCK
+from kvkeep.client.requests import NO_BLOCK
 from kvkeep.kv.checksum import ABSENT
 
 Kind = Literal["full", "window", "state"]

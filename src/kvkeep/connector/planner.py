@@ -30,9 +30,8 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Lookup
-from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.recoveries import Recoveries

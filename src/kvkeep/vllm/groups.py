@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1 import kv_cache_interface as kvi
 
 import vllm
-from kvkeep.client.sources import Piece
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.runs import BlockRuns
@@ -143,14 +143,16 @@ def _kind(spec: Any) -> str:
     )
 
 
-def locate(pieces: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[Piece]:
+def locate(
+    pieces: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+) -> list[GroupMemory]:
     """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks
     cannot be copied from."""
     located = []
     for number in range(len(pieces)):
         group = kv_cache_config.kv_cache_groups[pieces.group_of(number)]
         layers = _layers(group.layer_names, kv_caches, kv_cache_config.num_blocks)
-        located.append(Piece(BlockRuns.of(layers), pieces.may_lack(number)))
+        located.append(GroupMemory(BlockRuns.of(layers), pieces.may_lack(number)))
     return located
 
 

@@ -21,7 +21,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1 import kv_cache_interface as kvi
 
-from kvkeep.client.sources import Piece
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.options import revision
@@ -107,7 +107,9 @@ def _is_of_one_kind(kv_cache_config: Any) -> bool:
     return len(kinds) <= 1
 
 
-def parts_of_all_ranks(located: tuple[Sequence[Piece], dict[str, str]] | KVKeepError) -> list[Part]:
+def parts_of_all_ranks(
+    located: tuple[Sequence[GroupMemory], dict[str, str]] | KVKeepError,
+) -> list[Part]:
     """What every rank of this engine tells, in the order of ranks. All ranks must call this, also
     one that cannot be cached: then SettingsError is raised on every rank."""
     own: Part | str

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from kvkeep.client.hints import Hints
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import NO_BLOCK, Finished
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.cost_model import CostModel, LoadWhen
 from kvkeep.connector.planner import BLOCKS_TOGETHER, CachePlanner
 from kvkeep.connector.request_state import RequestState

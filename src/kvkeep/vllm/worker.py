@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import Finished, LoadRequest
-from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.step import save
@@ -132,7 +132,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can
         be cached."""
-        located: tuple[list[Piece], dict[str, str]] | KVKeepError
+        located: tuple[list[GroupMemory], dict[str, str]] | KVKeepError
         self._kv_caches = kv_caches
         try:
             pieces = layout_of(self._vllm_config, self._kv_cache_config)
@@ -167,7 +167,7 @@ class WorkerSide:
     def _start(
         self,
         pieces: GroupLayout,
-        memory: Sequence[Piece],
+        memory: Sequence[GroupMemory],
         strategy: ParallelStrategy,
         parts: Sequence[Part],
         weights: Weights,
@@ -178,7 +178,7 @@ class WorkerSide:
             adapter = WorkerAdapter(shape, strategy, self._options)
             adapter.connection.outage.speaks = False  # the scheduler does, for all ranks
             try:
-                adapter.register_pieces(memory)
+                adapter.register_groups(memory)
             except KVKeepError:
                 adapter.close()
                 raise
@@ -250,7 +250,7 @@ class WorkerSide:
         if self._adapter is None or self._pieces is None or not self._is_asleep:
             return
         try:
-            self._adapter.register_pieces(
+            self._adapter.register_groups(
                 locate(self._pieces, self._kv_cache_config, self._kv_caches)
             )
         except Exception as error:

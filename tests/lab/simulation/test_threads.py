@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvkeep.client.turns import Turns
+from kvkeep.client.threads import FairLock
 from kvkeep_lab.simulation.simulation import Process, Simulation
 from kvkeep_lab.simulation.threads import SimulatedThreads
 
@@ -32,7 +32,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("kind", ["Lock", "RLock", "Turns"])
 def test_one_at_a_time(world: World, kind: str) -> None:
-    lock = Turns(world.threads) if kind == "Turns" else getattr(world.threads, kind)()
+    lock = FairLock(world.threads) if kind == "Turns" else getattr(world.threads, kind)()
     inside, most, done = [0], [0], [0]
 
     def run() -> None:

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kvkeep.client.connection import Connection
-from kvkeep.client.keeper import Keeper
+from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
@@ -35,7 +34,7 @@ def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyo
         connection = Connection(
             SHAPE, ClientOptions(address=address, ping_interval_ms=50, reconnect_interval_ms=50)
         )
-        Keeper.keep(connection)
+        Heartbeat.keep(connection)
         assert not connection.up
         epochs = []
         for _ in range(2):
@@ -61,9 +60,9 @@ def test_one_thread_keeps_all_connections() -> None:
     polled: list[str] = []
     kept = [Polled(polled, name) for name in "abc"]
     for each in kept:
-        Keeper.keep(each)  # type: ignore[arg-type]
+        Heartbeat.keep(each)  # type: ignore[arg-type]
     assert eventually(lambda: {"a", "b", "c"} <= set(polled))
-    assert sum(thread.name == "kvkeep-keeper" for thread in threading.enumerate()) == 1
+    assert sum(thread.name == "kvkeep-heartbeat" for thread in threading.enumerate()) == 1
 
 
 class Polled:
@@ -80,7 +79,7 @@ def test_a_dropped_connection_is_not_kept_alive_and_its_lock_falls(simulation: M
     sim = simulation(shared_memory=True)
     sim.connected()
     connection = weakref.ref(sim.connections[-1])
-    Keeper.keep(sim.connections.pop())
+    Heartbeat.keep(sim.connections.pop())
     (session,) = sim.server.service.sessions.all()
     assert session.watch.is_held() or connection() is None
     gc.collect()
@@ -92,7 +91,7 @@ def test_a_dropped_connection_is_not_kept_alive_and_its_lock_falls(simulation: M
 
 AFTER_A_FORK = """
 import os, threading
-from kvkeep.client.keeper import Keeper
+from kvkeep.client.connection import Heartbeat
 
 class Polled:
     rest_s = 0.0
@@ -100,12 +99,12 @@ class Polled:
     def poll(self): self.seen.set()
 
 before = Polled()
-Keeper.keep(before)
+Heartbeat.keep(before)
 assert before.seen.wait(30)
 child = os.fork()
 if not child:
     after = Polled()
-    Keeper.keep(after)
+    Heartbeat.keep(after)
     os._exit(0 if after.seen.wait(30) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

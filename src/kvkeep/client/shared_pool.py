@@ -21,7 +21,7 @@ _SERVER_LOCK = "daemon.lock"
 log = logging.getLogger(__name__)
 
 
-class Fence:
+class SharedPool:
     """Taken before Attach, let go of when the session is over and the last copy has ended.
 
     Whoever holds it (`hold`, `unhold`, in any thread) may touch the pool's memory: it stays mapped,
@@ -45,9 +45,9 @@ class Fence:
         self.segments = segments
 
     @classmethod
-    def take(
+    def attach(
         cls, welcome: Welcome, threads: Threads = threading, trusted_users: Collection[int] = ()
-    ) -> Fence | None:
+    ) -> SharedPool | None:
         """None if the pool is not really here or its lock cannot be had: then bytes go through the
         socket. UntrustedPool if it is here, and its directory, locks or first segment are not a
         trusted user's alone: then neither is the server."""
@@ -76,6 +76,11 @@ class Fence:
             segments = Segments(files, place.segment_bytes, place.pool_bytes, welcome.epoch)
             opened.pop_all()
             return cls(descriptor, server_lock, welcome.epoch, segments, threads)
+
+    @property
+    def holders(self) -> int:
+        """The session, unless it is over, and each copy under way."""
+        return self._holders
 
     def hold(self) -> bool:
         """False if the session is over: then it is not held."""

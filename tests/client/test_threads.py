@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from kvkeep.client.turns import Turns
+from kvkeep.client.threads import FairLock
 from kvkeep.testing.clock import eventually
 
 
 def test_who_has_it_may_take_it_again_while_others_wait() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def other() -> None:
         with turns:
@@ -27,7 +27,7 @@ def test_who_has_it_may_take_it_again_while_others_wait() -> None:
 
 
 def test_who_takes_it_again_and_again_has_it_after_whoever_came_meanwhile() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def other() -> None:
         with turns:
@@ -47,7 +47,7 @@ def test_who_takes_it_again_and_again_has_it_after_whoever_came_meanwhile() -> N
 
 
 def test_one_thread_has_it_at_a_time() -> None:
-    turns, inside, counted = Turns(), [0], [0]
+    turns, inside, counted = FairLock(), [0], [0]
 
     def work() -> None:
         for _ in range(2_000):
@@ -66,7 +66,7 @@ def test_one_thread_has_it_at_a_time() -> None:
 
 
 def test_an_error_inside_gives_it_back() -> None:
-    turns = Turns()
+    turns = FairLock()
     try:
         with turns, turns:
             raise KeyError

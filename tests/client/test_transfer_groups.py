@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.client.conftest import Transfer
 
-from kvkeep.client import piece_store as module
+from kvkeep.client import stores as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import NO_BLOCK, Piece
-from kvkeep.client.transfer import Transfer
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.requests import NO_BLOCK, LoadRequest, StoreRequest
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.identity import ModelIdentity
@@ -48,14 +48,16 @@ class Engine:
         self.target: list[NDArray[np.uint8]] = []
 
     def _transfer(self, memory: list[NDArray[np.uint8]]) -> Transfer:
-        pieces = [Piece(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
+        pieces = [
+            GroupMemory(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)
+        ]
         return Transfer(self.connection, pieces, self.first_shard)
 
     def request(self, ids: Any) -> StoreRequest:
         table = np.array(ids, dtype=np.int64)
         return StoreRequest("default", b"", keys(table.shape[-1]), table)
 
-    def store(self, ids: Any) -> Stored:
+    def store(self, ids: Any) -> tuple[int, bool]:
         return self.transfer.offer(self.request(ids))
 
     def ask(self, count: int, skip: int = 0) -> tuple[int, m.Found]:
@@ -120,7 +122,7 @@ def engine(sim: Any) -> Engine:
 
 
 def flip_a_byte(sim: Any, shard: NDArray[np.uint8]) -> None:
-    pool = sim._pools[0].segments.view(0, 64 * 4096) if sim._pools else sim.server.memory.bytes
+    pool = sim.pools[0].segments.view(0, 64 * 4096) if sim.pools else sim.server.memory.bytes
     pool[pool.tobytes().index(shard.tobytes()) + 17] ^= 4
 
 
@@ -134,7 +136,7 @@ TARGETS = [[20, 21, 22, 23], [1, 0, 3, 2], [9, 8, 7, 6]]
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_every_piece_comes_back_from_and_to_any_block_ids(sim: Any, pieces: int) -> None:
     engine = Engine(connected(sim, *SIZES[:pieces]), SIZES[:pieces])
-    assert engine.store(STORED[:pieces]) == Stored(4, complete=True)
+    assert engine.store(STORED[:pieces]) == (4, True)
     assert engine.load(TARGETS[:pieces]) == [True] * 4
     for piece in range(pieces):
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in range(4))
@@ -153,9 +155,9 @@ def test_skipped_blocks_are_skipped_in_every_piece(engine: Engine) -> None:
 
 
 def test_blocks_are_counted_and_what_is_there_is_not_stored_again(engine: Engine) -> None:
-    assert engine.store([ids[:2] for ids in STORED]) == Stored(2, complete=True)
-    assert engine.store([ids[:3] for ids in STORED]) == Stored(1, complete=True)
-    assert engine.store([ids[:3] for ids in STORED]) == Stored(0, complete=True)
+    assert engine.store([ids[:2] for ids in STORED]) == (2, True)
+    assert engine.store([ids[:3] for ids in STORED]) == (1, True)
+    assert engine.store([ids[:3] for ids in STORED]) == (0, True)
 
 
 @pytest.mark.parametrize("blocks_a_part", [1, 3])
@@ -165,7 +167,7 @@ def test_a_store_in_parts_is_the_same_as_one_at_once(
     for name in ("whole_bytes", "part_bytes"):
         monkeypatch.setattr(HostCopier, name, blocks_a_part * 1000)
     monkeypatch.setattr(HostCopier, "first_bytes", (blocks_a_part * 1000,))
-    assert engine.store(STORED) == Stored(4, complete=True)
+    assert engine.store(STORED) == (4, True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in range(4))
@@ -191,12 +193,12 @@ def test_a_block_is_visible_when_all_its_pieces_are_in(
         )
 
     sim.recorder.instead = refuse_one
-    assert not engine.store(STORED).complete
+    assert not engine.store(STORED)[1]
     assert engine.found(4) == 0
     sim.recorder.instead = None
     sim.run(100)
     assert sim.held()[0][1] == 0
-    assert engine.store(STORED) == Stored(4, complete=True)
+    assert engine.store(STORED) == (4, True)
     assert engine.load(TARGETS) == [True] * 4
     assert all(engine.has(piece, TARGETS[piece][0], STORED[piece][0]) for piece in range(3))
 
@@ -208,16 +210,16 @@ def test_a_store_ends_with_the_first_piece_that_is_not_taken(
     sim.recorder.instead = lambda header, request: (
         refused if isinstance(request, m.PrepareStore) else passing
     )
-    assert engine.store(STORED) == Stored(0, complete=False)
+    assert engine.store(STORED) == (0, False)
     assert sim.recorder.count(m.PrepareStore) == 1
 
 
 def test_each_rank_finds_its_own_pieces(sim: Any) -> None:
     connection = connected(sim, 700, 300, 500, 200)
     ranks = [Engine(connection, (700, 300), 0), Engine(connection, (500, 200), 2)]
-    assert ranks[0].store(STORED[:2]) == Stored(4, complete=True)
+    assert ranks[0].store(STORED[:2]) == (4, True)
     assert ranks[0].found(4) == 0, "the other rank's pieces are not in"
-    assert ranks[1].store(STORED[1:]) == Stored(4, complete=True)
+    assert ranks[1].store(STORED[1:]) == (4, True)
     for rank, sources in zip(ranks, (STORED[:2], STORED[1:]), strict=True):
         assert rank.load(TARGETS[:2]) == [True] * 4
         for piece in (0, 1):
@@ -228,12 +230,12 @@ def test_each_rank_finds_its_own_pieces(sim: Any) -> None:
 def test_another_number_of_pieces_is_refused(sim: Any, engine: Engine, ids: Any) -> None:
     count = len(np.atleast_2d(ids))
     with pytest.raises(
-        RequestError, match=f"block ids for {count} pieces, but the engine's blocks have 3"
+        RequestError, match=f"block ids for {count} groups, but the engine's blocks have 3"
     ) as caught:
         engine.store(ids)
     assert caught.value.field == "block_ids"
     engine.store([each[:2] for each in STORED])
-    with pytest.raises(RequestError, match=f"block ids for {count} pieces"):
+    with pytest.raises(RequestError, match=f"block ids for {count} groups"):
         engine.load(ids)
     assert all(engine.untouched(piece) for piece in range(3))
     assert sim.held()[0][1] == 0
@@ -246,7 +248,7 @@ ABSENT_IN_SOME = [[3, 17, 0, 29], [NO_BLOCK, NO_BLOCK, 7, 8], [NO_BLOCK, NO_BLOC
 
 
 def test_a_missing_piece_cannot_be_loaded_and_all_others_can(sim: Any, engine: Engine) -> None:
-    assert engine.store(ABSENT_IN_SOME) == Stored(4, complete=True)
+    assert engine.store(ABSENT_IN_SOME) == (4, True)
     absent = engine.look_up(4, TARGETS).checksums == ABSENT
     assert absent.T.tolist() == [[False] * 4, [True, True, False, False], [True, True, True, False]]
     assert engine.load(TARGETS) == [False, False, False, True]
@@ -274,7 +276,7 @@ def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(
         [[NO_BLOCK] * 4, [NO_BLOCK] * 4, [NO_BLOCK] * 4],
         [[24, 25, 26, 27], [NO_BLOCK] * 4, [NO_BLOCK, 10, NO_BLOCK, 11]],
     ]
-    loaded = engine._transfer(engine.target).load_together(
+    loaded = engine._transfer(engine.target).load_all(
         [engine.look_up(4, table) for table in tables]
     )
     assert [each.tolist() for each in loaded] == [
@@ -397,7 +399,7 @@ def test_a_block_with_a_missing_piece_goes_when_one_that_is_there_is_bad(
 def test_without_verification_a_missing_piece_is_missing_all_the_same(simulation: Make) -> None:
     sim = simulation(shared_memory=True)
     engine = Engine(connected(sim, *SIZES, verify=False))
-    assert engine.store(ABSENT_IN_SOME) == Stored(4, complete=True)
+    assert engine.store(ABSENT_IN_SOME) == (4, True)
     sums = engine.look_up(4, TARGETS).checksums.T.tolist()
     assert sums == [[0] * 4, [ABSENT, ABSENT, 0, 0], [ABSENT, ABSENT, ABSENT, 0]]
     assert engine.load(TARGETS) == [False, False, False, True]
@@ -407,8 +409,8 @@ def test_without_verification_a_missing_piece_is_missing_all_the_same(simulation
 def test_what_one_engine_left_out_another_adds(sim: Any, engine: Engine) -> None:
     engine.store(ABSENT_IN_SOME)
     early = engine.look_up(4, TARGETS)
-    assert engine.store(STORED) == Stored(3, complete=True), "three blocks lacked something"
-    assert engine.store(ABSENT_IN_SOME) == engine.store(STORED) == Stored(0, complete=True), (
+    assert engine.store(STORED) == (3, True), "three blocks lacked something"
+    assert engine.store(ABSENT_IN_SOME) == engine.store(STORED) == (0, True), (
         "and lose nothing again"
     )
     assert engine.load(TARGETS) == [True] * 4
@@ -430,14 +432,14 @@ def test_an_addition_that_is_not_finished_leaves_the_block_as_it_was(
     sim.recorder.instead = lambda header, request: (
         refused if isinstance(request, m.CompleteStore) else passing
     )
-    assert not engine.store(STORED).complete
+    assert not engine.store(STORED)[1]
     sim.recorder.instead = None
     sim.run(100)
     assert sim.held()[0][1] == 0
     assert engine.load(TARGETS) == [False, False, False, True]
     wanted = np.where(np.array(ABSENT_IN_SOME) == NO_BLOCK, NO_BLOCK, TARGETS)
     assert engine.load(wanted) == [True] * 4
-    assert engine.store(STORED) == Stored(3, complete=True)
+    assert engine.store(STORED) == (3, True)
     assert engine.load(TARGETS) == [True] * 4
 
 
@@ -460,8 +462,8 @@ def when_asked(
     sim.recorder.instead = hook
 
 
-def take_back(engine: Engine, sources: Any, ids: list[int], allowance: int) -> None:
-    sources.take_back(np.array(ids), allowance)
+def evacuate(engine: Engine, sources: Any, ids: list[int], allowance: int) -> None:
+    sources.evacuate(np.array(ids), allowance)
     for memory in engine.memory:
         memory[ids] = 0xAA
 
@@ -472,10 +474,8 @@ def test_what_is_taken_back_under_way_is_stored_as_it_was(
 ) -> None:
     request = engine.request(STORED)
     sources = engine.transfer.sources([request])[0]
-    when_asked(
-        sim, passing, shard, 1, lambda: take_back(engine, sources, [*range(BLOCKS)], 1 << 20)
-    )
-    assert engine.transfer.offer(request, sources=sources) == Stored(4, complete=True)
+    when_asked(sim, passing, shard, 1, lambda: evacuate(engine, sources, [*range(BLOCKS)], 1 << 20))
+    assert engine.transfer.offer(request, sources=sources) == (4, True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in range(4))
@@ -486,8 +486,8 @@ def test_without_room_to_set_aside_pieces_go_missing_and_no_new_byte_is_stored(
 ) -> None:
     request = engine.request(STORED)
     sources = engine.transfer.sources([request])[0]
-    when_asked(sim, passing, 1, 1, lambda: take_back(engine, sources, STORED[1][:2], 0))
-    assert engine.transfer.offer(request, sources=sources) == Stored(4, complete=True)
+    when_asked(sim, passing, 1, 1, lambda: evacuate(engine, sources, STORED[1][:2], 0))
+    assert engine.transfer.offer(request, sources=sources) == (4, True)
     assert engine.load(TARGETS) == [False, False, True, True]
     for piece in range(3):
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in (2, 3))
@@ -501,9 +501,9 @@ def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_noth
     monkeypatch.setattr(HostCopier, "first_bytes", (1400,))
     request = engine.request(STORED)
     sources = engine.transfer.sources([request])[0]
-    when_asked(sim, passing, 0, 2, lambda: take_back(engine, sources, [STORED[0][2]], 0))
+    when_asked(sim, passing, 0, 2, lambda: evacuate(engine, sources, [STORED[0][2]], 0))
     outcome = engine.transfer.offer(request, sources=sources)
-    assert not outcome.complete
+    assert not outcome[1]
     assert engine.connection.counters.failures["withdrawn"] == 1
     sim.run(200)
     assert sim.held()[0][1] == 0
@@ -519,7 +519,7 @@ def test_a_store_that_is_given_up_stores_nothing_more(
     request = engine.request(STORED)
     sources = engine.transfer.sources([request])[0]
     when_asked(sim, passing, 2, 1, sources.give_up)
-    assert not engine.transfer.offer(request, sources=sources).complete
+    assert not engine.transfer.offer(request, sources)[1]
     sim.run(200)
     assert sim.held()[0][1] == 0 and engine.found(4) == 0
 
@@ -529,11 +529,11 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
 ) -> None:
     """Parts that were handed over before it are waited for, and told to the server or given
     back."""
-    monkeypatch.setattr(module, "_BLOCKS_A_PART", 2)
-    fence = engine.connection._fence
+    monkeypatch.setattr(module, "_BLOCKS_PER_PART", 2)
+    fence = engine.connection.shared_pool
     with pytest.raises(RequestError, match="block 999"):
         engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
-    assert fence is None or fence._holders == 1, "the session's own"
+    assert fence is None or fence.holders == 1, "the session's own"
     deadline = engine.connection._clock() + 5_000
     while engine.connection._clock() < deadline:
         engine.connection.poll()
@@ -545,15 +545,16 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
 def test_a_second_fault_on_the_way_out_does_not_hide_the_first(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, met = module.PieceStore.finish, []
+    monkeypatch.setattr(module, "_BLOCKS_PER_PART", 2)
+    right, met = engine.connection.wait, []
 
-    def finish(self: module.PieceStore) -> Stored:
+    def wait(*given: Any) -> Any:
         if (first := sys.exc_info()[1]) is None:
-            return right(self)
+            return right(*given)
         met.append(first)
         raise ConnectionError("second")
 
-    monkeypatch.setattr(module.PieceStore, "finish", finish)
+    monkeypatch.setattr(engine.connection, "wait", wait)
     with pytest.raises(RequestError, match="block 999"):
         engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
     assert len(met) == 1

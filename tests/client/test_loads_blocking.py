@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.client.conftest import Transfer
 from tests.client.test_worker_threads import Engine, Gate, eventually
 
-from kvkeep.client.at_once import AtOnce
+from kvkeep.client import loads as loads_module
+from kvkeep.client import worker as worker_module
 from kvkeep.client.copier import row_addresses
+from kvkeep.client.loads import BlockingLoader, Load
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
-from kvkeep.client.transfer import Transfer
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
@@ -86,14 +88,17 @@ class World:
         self.connection = sim.connected(NBYTES, **options)
         self.engine = np.random.default_rng(1).integers(1, 256, (BLOCKS, NBYTES), dtype=np.uint8)
         store = StoreRequest("default", b"", keys(4), np.arange(4))
-        assert Transfer(self.connection, [Piece(BlockRuns.of([self.engine]))], 0).store(store) == 4
+        assert (
+            Transfer(self.connection, [GroupMemory(BlockRuns.of([self.engine]))], 0).store(store)
+            == 4
+        )
         self.target = np.zeros_like(self.engine)
-        piece = Piece(BlockRuns.of([self.target]))
+        piece = GroupMemory(BlockRuns.of([self.target]))
         self.copier = make_copier([piece.runs], breaks)
         self.transfer = Transfer(self.connection, [piece], 0, self.copier)
         self.failures: list[str] = []
-        self.at_once = AtOnce(self.transfer, 0, self.failures.append)
-        self.fence = self.connection._fence
+        self.at_once = BlockingLoader(self.transfer, 0, self.failures.append)
+        self.fence = self.connection.shared_pool
         call = self.connection.call(
             m.Lookup("default", self.connection.layout.layout, keys(4)), 200
         )
@@ -118,7 +123,7 @@ class World:
         return [IDS.index(block) for block in finished.failed.get("job", [])]
 
     def slot(self, place: int) -> NDArray[np.uint8]:
-        with self.transfer.memory.addresses(
+        with self.transfer.addresses(
             0, self.request.slots[place : place + 1], self.request.epoch
         ) as addresses:
             assert addresses is not None
@@ -136,12 +141,12 @@ def world(simulation: Make, late_copier: Any) -> World:
 
 def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
     assert world.fetch()
-    assert world.copier.names == ["fetch"] and world.fence._holders == 2, (
+    assert world.copier.names == ["fetch"] and world.fence.holders == 2, (
         "the pool's memory stays ours"
     )
     assert world.load() == [] and world.has_loaded()
     assert world.copier.names == ["fetch", "mark", "take", "scatter 0", "good 0", "close"]
-    assert world.fence._holders == 1 and world.failures == []
+    assert world.fence.holders == 1 and world.failures == []
     assert world.load() == [] and world.copier.names.count("take") == 1, "once"
 
 
@@ -167,12 +172,16 @@ def test_copies_give_way_to_nobody_while_an_engine_waits_for_them(world: World) 
     assert copier.gave_way[-1], "what a step has said stands"
 
 
-def test_what_a_load_took_began_when_its_first_bytes_were_fetched(world: World) -> None:
+def test_what_a_load_took_began_when_its_first_bytes_were_fetched(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(loads_module.time, "perf_counter", lambda: now_s)
     world.fetch()
-    world.at_once._began_s -= 100
-    assert world.at_once.load("job", world.request, "a").seconds["job"] > 100
+    now_s += 100
+    assert world.at_once.load("job", world.request, "a").seconds["job"] == 100
     world.fetch("b")
-    world.at_once._began_s -= 100
+    now_s += 100
     assert world.at_once.load("job", world.request, "a").seconds["job"] < 100, "not that one's"
     assert world.at_once.load("job", world.request, "a").seconds["job"] < 100
 
@@ -188,7 +197,7 @@ def test_nobody_else_does(
     world.slot(1)[:] = 7
     assert world.load(owner) == ([1] if verify else [])
     assert "take" not in world.copier.names and (world.target[IDS[1]] == 7).all()
-    assert world.copier.names[:2] == ["fetch", "close"] and world.fence._holders == 1
+    assert world.copier.names[:2] == ["fetch", "close"] and world.fence.holders == 1
 
 
 def again(world: World) -> None:
@@ -212,7 +221,7 @@ def test_what_is_dropped_is_gone(
     between(world)
     world.slot(1)[:] = 7
     assert world.load() == [] and (world.target[IDS[1]] == 7).all()
-    assert "take" not in world.copier.names and world.fence._holders == 1
+    assert "take" not in world.copier.names and world.fence.holders == 1
 
 
 def test_what_is_wrong_in_a_slot_is_found_out(world: World) -> None:
@@ -228,16 +237,16 @@ def test_a_pool_that_goes_before_the_load_costs_the_load(
     world = World(sim, fetching(late_copier))
     lock = sim.server.service.sessions.all()[0].watch
     world.fetch()
-    world.connection._go_down()
+    world.connection.start_over()
     assert lock.is_held(), "the server may not take a slot that is being read"
     assert world.load() == [0, 1, 2, 3] and not world.target.any()
-    assert not lock.is_held() and world.fence._holders == 0
+    assert not lock.is_held() and world.fence.holders == 0
 
 
 def test_a_fetch_that_fails_costs_the_load_nothing(simulation: Make, late_copier: Any) -> None:
     world = World(simulation(shared_memory=True), fetching(late_copier), "fetch")
     assert not world.fetch()
-    assert world.failures == ["load"] and world.fence._holders == 1
+    assert world.failures == ["load"] and world.fence.holders == 1
     assert world.load() == [] and world.has_loaded() and world.failures == ["load"]
 
 
@@ -247,21 +256,23 @@ def test_a_device_that_fails_afterwards_does_not_keep_the_pool(
     world = World(simulation(shared_memory=True), fetching(late_copier), "close")
     world.fetch()
     assert world.load() == [] and world.has_loaded()
-    assert world.failures == ["load"] and world.fence._holders == 1
+    assert world.failures == ["load"] and world.fence.holders == 1
 
 
 def test_where_nothing_can_be_fetched_nothing_is_held(simulation: Make, late_copier: Any) -> None:
     """No bus, no memory in common, another server's slots, several pieces."""
     world = World(simulation(shared_memory=True), fetching(late_copier))
-    piece, slots = Piece(BlockRuns.of([world.target])), world.request.slots
+    piece, slots = GroupMemory(BlockRuns.of([world.target])), world.request.slots
     for pieces, copier in (([piece], None), ([piece] * 2, world.copier)):
-        at_once = AtOnce(Transfer(world.connection, pieces, 0, copier), 0, world.failures.append)
+        at_once = BlockingLoader(
+            Transfer(world.connection, pieces, 0, copier), 0, world.failures.append
+        )
         assert not at_once.fetch("a", world.request.epoch, slots)
-        assert at_once._fetched is None and world.fence._holders == 1
+        assert world.fence.holders == 1
     world.at_once.fetch("a", world.request.epoch + 1, slots)
     far = World(simulation(), fetching(late_copier))
     far.at_once.fetch("a", far.request.epoch, np.arange(4))
-    assert world.copier.names == far.copier.names == [] and world.fence._holders == 1
+    assert world.copier.names == far.copier.names == [] and world.fence.holders == 1
     assert not any(each.connection.counters.failures.get("stale_epoch") for each in (world, far))
 
 
@@ -273,8 +284,8 @@ def engine(server: ServerProcess, late_copier: Any) -> Iterator[Engine]:
     made = Engine(server)
     made.store("s", [0, 1])
     made.finished()
-    memory = made.transfer.memory
-    memory.copier = fetching(late_copier)([piece.runs for piece in memory.pieces])
+    memory = made.transfer
+    memory.copier = fetching(late_copier)([group.runs for group in memory.groups])
     yield made
     server.send(signal.SIGCONT)
     made.worker.close()
@@ -310,30 +321,19 @@ def test_any_other_load_is_the_end_of_it(engine: Engine) -> None:
 
 
 def test_nothing_is_fetched_and_nobody_loads_while_another_load_begins(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staging memory is for one of them at a time. One that cannot be begun is over, too."""
     request, gate = engine.looked_up([10, 11]), Gate()
-    engine.transfer.loading = gate.before(loading := engine.transfer.loading)
+    monkeypatch.setattr(worker_module, "Load", gate.before(Load))
     engine.worker.load(
         "l", LoadRequest(**(vars(request) | {"block_ids": np.array([[12, 13], [14, 15]])}))
     )
     assert gate.reached.wait(30)
     engine.worker.load_ahead("a", request.epoch, request.slots)
     assert names(engine) == []
-    engine.transfer.loading = loading
-    waiting: list[bool] = []
-    wait_for = engine.worker._for_loads.wait_for
-
-    def open_later(happens: Callable[[], bool]) -> None:
-        waiting.append(not happens())
-        gate.open()
-        began_s = time.monotonic()
-        wait_for(happens, 30)
-        assert time.monotonic() - began_s < 25, "nobody told"
-
-    engine.worker._for_loads.wait_for = open_later  # type: ignore[method-assign]
     with caplog.at_level(logging.CRITICAL, "kvkeep"):
+        threading.Timer(0.05, gate.open).start()
         assert engine.worker.load_now("now", request) == Finished(loaded=["now"])
-    assert waiting[0] and eventually(lambda: engine.worker.poll().failed == {"l": [12, 13, 14, 15]})
+    assert eventually(lambda: engine.worker.poll().failed == {"l": [12, 13, 14, 15]})
     assert engine.has([10, 11], [0, 1])

@@ -16,8 +16,8 @@ import pytest
 
 from kvkeep.cli.remote import ask as ask_http
 from kvkeep.client.cache import connect
-from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.shared_pool import SharedPool
 from kvkeep.errors import UntrustedPool
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
@@ -46,7 +46,7 @@ def welcome(pool: Pool, watch: Watch | None, epoch: int = 7) -> Welcome:
 
 def test_the_lock_falls_when_the_session_is_over_and_the_last_copy_has_ended(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None and watch.is_held()
     fence.hold()
     fence.hold()
@@ -61,7 +61,7 @@ def test_the_lock_falls_when_the_session_is_over_and_the_last_copy_has_ended(poo
 
 def test_who_comes_when_the_session_is_over_does_not_hold_it(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None and fence.hold()
     fence.let_go()
     assert not fence.hold() and watch.is_held()
@@ -74,7 +74,7 @@ def test_memory_is_unmapped_when_the_last_copy_has_ended_and_unpinned_before_tha
     pool: Pool,
 ) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None and fence.hold()
     pinned, unpinned = [], []
 
@@ -105,7 +105,7 @@ def mapped(pool: Pool) -> int:
 
 def test_threads_that_come_and_go_leave_it_to_the_last(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     held, over = [0, 0, 0], threading.Event()
 
@@ -123,14 +123,14 @@ def test_threads_that_come_and_go_leave_it_to_the_last(pool: Pool) -> None:
     fence.let_go()
     for thread in threads:
         thread.join()
-    assert fence._holders == 0 and not watch.is_held()
+    assert fence.holders == 0 and not watch.is_held()
     watch.close()
 
 
 def test_there_is_no_fence_around_a_pool_that_is_not_here(pool: Pool) -> None:
     watch = pool.watch(1)
-    assert Fence.take(welcome(pool, None)) is None
-    assert Fence.take(welcome(pool, watch, epoch=8)) is None
+    assert SharedPool.attach(welcome(pool, None)) is None
+    assert SharedPool.attach(welcome(pool, watch, epoch=8)) is None
     assert not watch.is_held()
     watch.close()
 
@@ -144,10 +144,10 @@ def test_a_pool_that_others_may_write_is_not_mapped(pool: Pool, name: str, mode:
     was = path.stat().st_mode
     path.chmod(mode)
     with pytest.raises(UntrustedPool, match=f"{path} can be written by other users"):
-        Fence.take(welcome(pool, watch))
+        SharedPool.attach(welcome(pool, watch))
     assert mapped(pool) == before and not watch.is_held()
     path.chmod(was)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None, "as soon as it is not so"
     fence.let_go()
     watch.close()
@@ -162,8 +162,8 @@ def test_a_pool_of_another_user_is_mapped_by_those_who_trust_that_user(
     monkeypatch.setattr(peers, "OVERFLOW_UID", owner + 2)
     if owner != 0:  # root is trusted by all
         with pytest.raises(UntrustedPool, match=rf"belongs to another user \(uid {owner}\)"):
-            Fence.take(welcome(pool, watch))
-    fence = Fence.take(welcome(pool, watch), trusted_users=(owner,))
+            SharedPool.attach(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch), trusted_users=(owner,))
     assert fence is not None and fence.segments.view(0, 16).tolist() == [0] * 16
     fence.let_go()
     watch.close()
@@ -171,7 +171,7 @@ def test_a_pool_of_another_user_is_mapped_by_those_who_trust_that_user(
 
 def test_a_segment_that_others_may_write_is_not_mapped_later_either(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     (pool.directory / "segment-00000").chmod(0o666)
     with pytest.raises(UntrustedPool, match="segment-00000 can be written"):
@@ -184,7 +184,7 @@ def test_a_directory_that_is_not_the_pool_need_not_be_trusted(pool: Pool) -> Non
     """Any user of an engine's host can make one of the name that a server on another host has."""
     watch = pool.watch(1)
     pool.directory.chmod(0o777)
-    assert Fence.take(welcome(pool, watch, epoch=8)) is None
+    assert SharedPool.attach(welcome(pool, watch, epoch=8)) is None
     watch.close()
 
 
@@ -193,7 +193,7 @@ def test_a_lock_outside_the_pool_is_none(
 ) -> None:
     """A server names the file; it must not be able to have us open any other."""
     outside = Watch(tmp_path / "session-outside.lock")
-    assert Fence.take(welcome(pool, outside)) is None and "through the socket" in caplog.text
+    assert SharedPool.attach(welcome(pool, outside)) is None and "through the socket" in caplog.text
     assert not outside.is_held()
     outside.close()
 
@@ -202,9 +202,9 @@ def test_a_lock_that_somebody_holds_cannot_be_had(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = pool.watch(1)
-    first = Fence.take(welcome(pool, watch))
+    first = SharedPool.attach(welcome(pool, watch))
     assert first is not None
-    assert Fence.take(welcome(pool, watch)) is None
+    assert SharedPool.attach(welcome(pool, watch)) is None
     assert "through the socket" in caplog.text
     first.let_go()
     watch.close()
@@ -212,7 +212,7 @@ def test_a_lock_that_somebody_holds_cannot_be_had(
 
 def test_a_dead_server_is_told_from_a_living_one_by_its_lock(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     assert not fence.server_is_gone()
     watch.close()
@@ -223,7 +223,7 @@ def test_a_dead_server_is_told_from_a_living_one_by_its_lock(pool: Pool) -> None
 
 def test_a_server_is_alive_whatever_becomes_of_its_lock_file(pool: Pool, tmp_path: Path) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     lock = pool.directory / "daemon.lock"
     lock.rename(tmp_path / "away")
@@ -245,7 +245,7 @@ def test_a_server_is_alive_whatever_becomes_of_its_lock_file(pool: Pool, tmp_pat
 
 def test_who_takes_the_pool_is_another_server(pool: Pool, tmp_path: Path) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     watch.leave()
     pool.let_go()
@@ -257,7 +257,7 @@ def test_who_takes_the_pool_is_another_server(pool: Pool, tmp_path: Path) -> Non
 
 def test_a_process_that_can_open_no_file_takes_no_server_for_dead(pool: Pool) -> None:
     watch = pool.watch(1)
-    fence = Fence.take(welcome(pool, watch))
+    fence = SharedPool.attach(welcome(pool, watch))
     assert fence is not None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -278,11 +278,11 @@ def test_nothing_stays_open(pool: Pool, caplog: pytest.LogCaptureFixture) -> Non
     before = len(os.listdir("/proc/self/fd"))
     watch = pool.watch(1)
     for _ in range(2):
-        fence = Fence.take(welcome(pool, watch))
+        fence = SharedPool.attach(welcome(pool, watch))
         assert fence is not None
         fence.let_go()
     (pool.directory / "daemon.lock").unlink()
-    assert Fence.take(welcome(pool, watch)) is None and "through the socket" in caplog.text
+    assert SharedPool.attach(welcome(pool, watch)) is None and "through the socket" in caplog.text
     assert not watch.is_held(), "what was taken before it failed is let go of"
     watch.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -303,13 +303,13 @@ def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(
     """Would its client take it for dead and come back, the same server would have given the lease
     away."""
     asked: list[bool] = []
-    right = Fence.server_is_gone
+    right = SharedPool.server_is_gone
 
-    def server_is_gone(self: Fence) -> bool:
+    def server_is_gone(self: SharedPool) -> bool:
         asked.append(right(self))
         return asked[-1]
 
-    monkeypatch.setattr(Fence, "server_is_gone", server_is_gone)
+    monkeypatch.setattr(SharedPool, "server_is_gone", server_is_gone)
     options = ClientOptions(lookup_deadline_ms=200, ping_interval_ms=20, reconnect_interval_ms=20)
     block = {
         "block_tokens": 1,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.conftest import Transfer
 
+from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.sources import Piece
-from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
@@ -43,10 +43,12 @@ class World:
         pieces = self._pieces(self.target)
         self.copier = late_copier([piece.runs for piece in pieces], breaks)
         self.transfer = Transfer(self.connection, pieces, 0, self.copier)
-        self.fence = self.connection._fence
+        self.fence = self.connection.shared_pool
 
-    def _pieces(self, memory: Any) -> list[Piece]:
-        return [Piece(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
+    def _pieces(self, memory: Any) -> list[GroupMemory]:
+        return [
+            GroupMemory(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)
+        ]
 
     def request(self, ids: Any) -> LoadRequest:
         call = self.connection.call(
@@ -78,9 +80,9 @@ def test_all_of_it_is_begun_before_any_of_it_is_waited_for(world: World) -> None
         world.copier.names == ["scatter 0", "scatter 1"]
         and world.copier.waited_for == [["mark"]] * 2
     )
-    assert world.under_way() and world.fence._holders == 3
+    assert world.under_way() and world.fence.holders == 3
     assert [each.tolist() for each in loading.finish()] == [[True] * 4]
-    assert world.fence._holders == 1 and not world.under_way()
+    assert world.fence.holders == 1 and not world.under_way()
     assert all(
         (world.target[piece][IDS[piece]] == world.engine[piece][STORED[piece]]).all()
         for piece in (0, 1)
@@ -99,12 +101,12 @@ def test_the_engine_was_ready_when_the_last_piece_had_it(world: World) -> None:
 def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(world: World) -> None:
     lock = world.sim.server.service.sessions.all()[0].watch
     loading = world.transfer.loading([world.request(IDS)])
-    world.connection._go_down()  # as when the server is another one
+    world.connection.start_over()  # as when the server is another one
     assert lock.is_held(), "the server may not take a slot that is being read"
     assert [each.tolist() for each in loading.finish()] == [[True] * 4], (
         "the bytes were there, and are verified"
     )
-    assert not lock.is_held() and world.fence._holders == 0
+    assert not lock.is_held() and world.fence.holders == 0
 
 
 def test_of_those_begun_together_each_has_its_own_blocks(world: World) -> None:
@@ -113,7 +115,7 @@ def test_of_those_begun_together_each_has_its_own_blocks(world: World) -> None:
     bad = replace(
         bad, checksums=bad.checksums ^ np.array([[0, 0], [0, 1], [0, 0], [0, 0]], dtype=np.uint64)
     )
-    loaded = world.transfer.load_together([bad, stale, good])
+    loaded = world.transfer.load_all([bad, stale, good])
     assert [each.tolist() for each in loaded] == [
         [True, False, True, True],
         [False] * 4,
@@ -130,7 +132,7 @@ def test_several_can_be_under_way_and_end_in_any_order(world: World) -> None:
             (world.target[piece][ids[piece]] == world.engine[piece][STORED[piece]]).all()
             for piece in (0, 1)
         )
-    assert world.fence._holders == 1
+    assert world.fence.holders == 1
 
 
 @pytest.mark.parametrize("breaks", ["scatter 0", "scatter 1"])
@@ -140,7 +142,7 @@ def test_when_it_cannot_be_begun_nothing_is_under_way(
     world = World(simulation, late_copier, breaks)
     with pytest.raises(RuntimeError, match=f"{breaks} broke"):
         world.transfer.loading([world.request(IDS)])
-    assert not world.under_way() and world.fence._holders == 1
+    assert not world.under_way() and world.fence.holders == 1
 
 
 @pytest.mark.parametrize("breaks", ["good 0", "good 1"])
@@ -151,7 +153,7 @@ def test_when_a_device_fails_nothing_is_under_way(
     loading = world.transfer.loading([world.request(IDS)])
     with pytest.raises(RuntimeError, match=f"{breaks} broke"):
         loading.finish()
-    assert not world.under_way() and world.fence._holders == 1
+    assert not world.under_way() and world.fence.holders == 1
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -166,14 +168,14 @@ def test_what_cannot_be_waited_for_does_not_end_the_wait_for_the_others(
         raise RuntimeError("the device is gone")
 
     def close() -> None:
-        holders.append(world.fence._holders)
+        holders.append(world.fence.holders)
         arrive()
 
     world.copier.scatterings[broken].close, other.close = fail, close
     with pytest.raises(RuntimeError, match="the device is gone"):
         loading.finish()
     assert not other.on_the_way, "else it would be written while somebody else has those blocks"
-    assert holders[-1] == 3 and world.fence._holders == 1, "the pool goes after that"
+    assert holders[-1] == 3 and world.fence.holders == 1, "the pool goes after that"
 
 
 def test_a_pool_that_goes_between_two_pieces_costs_the_load_and_is_let_go(world: World) -> None:
@@ -181,20 +183,20 @@ def test_a_pool_that_goes_between_two_pieces_costs_the_load_and_is_let_go(world:
 
     def scatter_and_lose_the_session(*arguments: Any) -> Any:
         made = begin_load(*arguments)
-        world.connection._go_down()
+        world.connection.start_over()
         return made
 
     world.copier.begin_load = scatter_and_lose_the_session
     loading = world.transfer.loading([request])
     assert world.copier.names == ["scatter 0"]
     assert [each.tolist() for each in loading.finish()] == [[False] * 4]
-    assert not world.under_way() and world.fence._holders == 0
+    assert not world.under_way() and world.fence.holders == 0
 
 
 def test_another_number_of_pieces_is_refused_before_anything_is_begun(world: World) -> None:
     requests = [world.request(IDS), world.request(IDS[0])]
     with pytest.raises(
-        RequestError, match="block ids for 1 pieces, but the engine's blocks have 2"
+        RequestError, match="block ids for 1 groups, but the engine's blocks have 2"
     ):
         world.transfer.loading(requests)
-    assert world.copier.names == [] and world.fence._holders == 1
+    assert world.copier.names == [] and world.fence.holders == 1

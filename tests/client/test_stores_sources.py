@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from kvkeep.client import copier as module
 from kvkeep.client.copier import HostCopier, HostStoreCopy, row_addresses
-from kvkeep.client.sources import NO_BLOCK, Piece, Sources
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.requests import NO_BLOCK
+from kvkeep.client.stores import SourceBlocks
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.runs import BlockRuns
@@ -37,17 +39,17 @@ class World:
         self.before = [memory.copy() for memory in self.engine]
         self.ids = np.array(ids, dtype=np.int64)
         pieces = [
-            Piece(BlockRuns.of([memory]), lack)
+            GroupMemory(BlockRuns.of([memory]), lack)
             for memory, lack in zip(self.engine, may_lack, strict=False)
         ]
-        self.sources = Sources(pieces, self.ids)
+        self.sources = SourceBlocks(pieces, self.ids)
         self.slots = [
             np.full((self.ids.shape[1], nbytes), 0xEE, dtype=np.uint8) for nbytes in sizes
         ]
 
-    def take_back(self, ids: list[int], allowance: int = PLENTY) -> tuple[int, int]:
+    def evacuate(self, ids: list[int], allowance: int = PLENTY) -> tuple[int, int]:
         """Takes back, and then overwrites, as an engine does."""
-        result = self.sources.take_back(np.array(ids, dtype=np.int64), allowance)
+        result = self.sources.evacuate(np.array(ids, dtype=np.int64), allowance)
         self.overwrite(ids)
         return result
 
@@ -114,7 +116,7 @@ def test_a_block_without_a_piece_is_absent_whatever_goes_in_one_batch(
 
 def test_without_verification_checksums_are_zero_and_what_is_absent_stays_absent() -> None:
     world = World([[0, 1, 2], [5, NO_BLOCK, 6]])
-    assert world.take_back([6]) == (1, 60)
+    assert world.evacuate([6]) == (1, 60)
     assert world.copy(0, [0, 1, 2], verify=False) is not None
     sums = world.copy(1, [0, 1, 2], verify=False)
     assert sums is not None and sums.tolist() == [0, ABSENT, 0], "the one that was set aside too"
@@ -125,7 +127,7 @@ def test_the_callers_table_is_neither_kept_nor_changed() -> None:
     world = World([[0, 1, 2]])
     table = world.ids
     world.ids = table.copy()
-    world.take_back([1])
+    world.evacuate([1])
     assert table.tolist() == [[0, 1, 2]]
     table[:] = 9
     world.check(0, [0, 1, 2], world.copy(0, [0, 1, 2]))
@@ -142,7 +144,7 @@ def test_a_block_that_the_engine_does_not_have_is_an_error_of_the_request() -> N
 
 def test_what_was_not_copied_is_set_aside_as_it_was() -> None:
     world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
-    assert world.take_back([0, 3, 5, 9]) == (3, 2 * 100 + 60)
+    assert world.evacuate([0, 3, 5, 9]) == (3, 2 * 100 + 60)
     for piece in (0, 1):
         world.check(piece, [0, 1, 2, 3], world.copy(piece, [0, 1, 2, 3]))
         assert (world.slots[piece] == world.before[piece][world.ids[piece]]).all()
@@ -150,16 +152,16 @@ def test_what_was_not_copied_is_set_aside_as_it_was() -> None:
 
 def test_a_block_is_taken_back_once_however_often_the_engine_says_so() -> None:
     world = World([[7, 0, 11, 3]])
-    assert world.take_back([0, 0, 3]) == (2, 200)
-    assert world.take_back([0, 3]) == (0, 0), "else the new content would be set aside"
+    assert world.evacuate([0, 0, 3]) == (2, 200)
+    assert world.evacuate([0, 3]) == (0, 0), "else the new content would be set aside"
     world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
 
 
 def test_what_is_copied_already_is_nobodys_concern() -> None:
     world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
     first = world.copy(0, [0, 1])
-    assert world.take_back([7, 0]) == (0, 0)
-    assert world.take_back([7, 0, 11], allowance=0) == (1, 0), "nor does it cost anything"
+    assert world.evacuate([7, 0]) == (0, 0)
+    assert world.evacuate([7, 0, 11], allowance=0) == (1, 0), "nor does it cost anything"
     assert world.sources.stop == 2
     world.check(0, [0, 1], first)
     world.check(1, [0, 1], world.copy(1, [0, 1]))
@@ -167,7 +169,7 @@ def test_what_is_copied_already_is_nobodys_concern() -> None:
 
 def test_an_engine_block_in_several_places_is_taken_back_from_all() -> None:
     world = World([[7, 7, 0], [7, 2, 7]])
-    assert world.take_back([7]) == (4, 2 * 100 + 2 * 60)
+    assert world.evacuate([7]) == (4, 2 * 100 + 2 * 60)
     for piece in (0, 1):
         world.check(piece, [0, 1, 2], world.copy(piece, [0, 1, 2]))
         assert (world.slots[piece] == world.before[piece][world.ids[piece]]).all()
@@ -175,8 +177,8 @@ def test_an_engine_block_in_several_places_is_taken_back_from_all() -> None:
 
 def test_blocks_that_the_store_does_not_read_cost_nothing() -> None:
     world = World([[7, 0], [NO_BLOCK, 2]])
-    assert world.take_back([1, 3, 11]) == (0, 0)
-    assert world.take_back([]) == (0, 0)
+    assert world.evacuate([1, 3, 11]) == (0, 0)
+    assert world.evacuate([]) == (0, 0)
 
 
 # -- without room to set aside
@@ -185,7 +187,7 @@ def test_blocks_that_the_store_does_not_read_cost_nothing() -> None:
 @pytest.mark.parametrize("allowance", [0, 99, -1])
 def test_without_an_allowance_a_store_ends_before_what_it_must_have(allowance: int) -> None:
     world = World([[7, 0, 11, 3]])
-    assert world.take_back([11], allowance) == (1, 0)
+    assert world.evacuate([11], allowance) == (1, 0)
     assert world.sources.stop == 2
     world.check(0, [0, 1], world.copy(0, [0, 1]))
     assert world.copy(0, [2, 3]) is None
@@ -195,14 +197,14 @@ def test_without_an_allowance_a_store_ends_before_what_it_must_have(allowance: i
 
 def test_a_batch_that_reaches_a_lost_block_writes_nothing_of_it() -> None:
     world = World([[7, 0, 11, 3]])
-    world.take_back([11], allowance=0)
+    world.evacuate([11], allowance=0)
     assert world.copy(0, [0, 1, 2]) is None
     assert (world.slots[0][2] == 0xEE).all()
 
 
 def test_a_piece_that_a_block_may_lack_is_absent_and_the_store_goes_on() -> None:
     world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
-    assert world.take_back([2, 4], allowance=59) == (2, 0)
+    assert world.evacuate([2, 4], allowance=59) == (2, 0)
     sums = world.copy(1, [0, 1, 2, 3])
     world.check(1, [0, 1, 2, 3], sums)
     assert sums is not None and (sums == ABSENT).tolist() == [False, True, False, True]
@@ -211,7 +213,7 @@ def test_a_piece_that_a_block_may_lack_is_absent_and_the_store_goes_on() -> None
 
 def test_what_must_be_there_is_saved_before_what_may_lack() -> None:
     world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
-    assert world.take_back([*range(BLOCKS)], allowance=400 + 60 + 59) == (8, 460)
+    assert world.evacuate([*range(BLOCKS)], allowance=400 + 60 + 59) == (8, 460)
     assert world.sources.stop == 4
     sums = world.copy(1, [0, 1, 2, 3])
     assert sums is not None and (sums == ABSENT).tolist() == [False, True, True, True]
@@ -221,7 +223,7 @@ def test_what_must_be_there_is_saved_before_what_may_lack() -> None:
 
 def test_an_allowance_saves_the_first_blocks_and_the_store_ends_after_them() -> None:
     world = World([[7, 0, 11, 3]])
-    assert world.take_back([*range(BLOCKS)], allowance=250) == (4, 200)
+    assert world.evacuate([*range(BLOCKS)], allowance=250) == (4, 200)
     assert world.sources.stop == 2
     world.check(0, [0, 1], world.copy(0, [0, 1]))
     assert world.copy(0, [2]) is None
@@ -232,15 +234,15 @@ def test_of_several_pieces_that_must_be_there_the_first_that_is_lost_ends_the_st
     ids: list[list[int]],
 ) -> None:
     world = World(ids, may_lack=(False, False))
-    assert world.take_back([0, 4], allowance=0) == (2, 0)
+    assert world.evacuate([0, 4], allowance=0) == (2, 0)
     assert world.sources.stop == 1
 
 
 def test_what_lies_behind_a_lost_block_is_not_set_aside_any_more() -> None:
     world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
-    assert world.take_back([0], allowance=0) == (1, 0)
-    assert world.take_back([11, 3, 4, 5]) == (0, 0)
-    assert world.take_back([7]) == (1, 100)
+    assert world.evacuate([0], allowance=0) == (1, 0)
+    assert world.evacuate([11, 3, 4, 5]) == (0, 0)
+    assert world.evacuate([7]) == (1, 100)
     world.check(0, [0], world.copy(0, [0]))
 
 
@@ -252,8 +254,8 @@ def test_memory_that_is_not_there_is_an_allowance_that_is_too_small(
     def none_left(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(world.sources, "_set_aside", none_left)
-    assert world.take_back([11, 2]) == (2, 0)
+    monkeypatch.setattr(HostCopier, "evacuate", none_left)
+    assert world.evacuate([11, 2]) == (2, 0)
     assert world.sources.stop == 2
     sums = world.copy(1, [0, 1])
     assert sums is not None and (sums == ABSENT).tolist() == [False, True]
@@ -267,7 +269,7 @@ def test_a_store_that_is_given_up_reads_nothing_more() -> None:
     world.overwrite([*range(BLOCKS)])
     assert world.copy(0, [0]) is None and world.copy(1, [2, 3]) is None
     assert (world.slots[0] == 0xEE).all() and (world.slots[1][2:] == 0xEE).all()
-    assert world.take_back([7]) == (0, 0)
+    assert world.evacuate([7]) == (0, 0)
 
 
 # -- any order of it all
@@ -329,7 +331,7 @@ def test_whatever_the_order_a_slot_holds_the_old_content_or_is_said_to_hold_none
                 if not saved and not may_lack[p]:
                     new_stop = min(new_stop, b)
             stop = new_stop
-            assert world.take_back(taken, allowance) == (count, spent)
+            assert world.evacuate(taken, allowance) == (count, spent)
             assert world.sources.stop == stop
 
 
@@ -337,7 +339,7 @@ def test_a_block_that_is_being_read_is_read_to_its_end_before_it_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World([[7, 0]])
-    engine = threading.Thread(target=world.take_back, args=([7, 0],))
+    engine = threading.Thread(target=world.evacuate, args=([7, 0],))
 
     def gather_slowly(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(module, "gather", gather)
@@ -364,7 +366,7 @@ def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrit
     rng = np.random.default_rng(seed)
     engine = rng.integers(0, 128, (count, nbytes), dtype=np.uint8)  # new content is above that
     before, order = engine.copy(), rng.permutation(count)
-    store = Sources([Piece(BlockRuns.of([engine]))], order[np.newaxis])
+    store = SourceBlocks([GroupMemory(BlockRuns.of([engine]))], order[np.newaxis])
     slots, results = np.zeros((count, nbytes), dtype=np.uint8), []
     begin = threading.Barrier(2)
 
@@ -380,7 +382,7 @@ def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrit
     begin.wait()
     spent = 0
     for block in rng.permutation(count).tolist():
-        spent += store.take_back(np.array([block]), allowance - spent)[1]
+        spent += store.evacuate(np.array([block]), allowance - spent)[1]
         engine[block] = 255
     thread.join()
     assert spent <= allowance and (allowance < PLENTY or store.stop == count)
@@ -412,9 +414,9 @@ class Freed:
 
 def late_world(late_copier: Any, breaks: str = "") -> tuple[World, Any]:
     world = World([[7, 0, 11, 3]])
-    pieces = [Piece(BlockRuns.of([world.engine[0]]))]
+    pieces = [GroupMemory(BlockRuns.of([world.engine[0]]))]
     copier = late_copier([piece.runs for piece in pieces], breaks)
-    world.sources = Sources(pieces, world.ids, copier)
+    world.sources = SourceBlocks(pieces, world.ids, copier)
     return world, copier
 
 
@@ -433,7 +435,7 @@ def test_a_store_is_ordered_after_what_the_engine_did_when_it_was_made(late_copi
 
 def test_a_copy_has_arrived_when_its_checksums_are_known_or_it_is_closed(late_copier: Any) -> None:
     world, _ = late_world(late_copier)
-    world.take_back([0], PLENTY)
+    world.evacuate([0], PLENTY)
     first, second = copy_of(world, [0, 1]), copy_of(world, [2, 3])
     assert (world.slots[0] == 0xEE).all()
     world.overwrite([*range(BLOCKS)])
@@ -448,7 +450,7 @@ def test_when_a_block_is_lost_nothing_is_on_its_way_any_more(
 ) -> None:
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
     world, copier = late_world(late_copier)
-    world.take_back([11], 0)
+    world.evacuate([11], 0)
     assert copy_of(world, [0, 1, 2]) is None
     assert copier.names == ["mark", "set aside []", "gather 0", "gather 0", "close 0"]
     assert not copier.readings[0].on_the_way
@@ -459,22 +461,22 @@ def test_when_a_copy_fails_nothing_is_on_its_way_any_more(late_copier: Any) -> N
     with pytest.raises(RuntimeError, match="gather 0 broke"):
         copy_of(world, [0, 1])
     assert copier.names[-1] == "close 0"
-    assert world.take_back([7]) == (1, 100), "and nobody has the lock"
+    assert world.evacuate([7]) == (1, 100), "and nobody has the lock"
 
 
 def test_what_was_set_aside_is_let_go_of_once_when_it_is_not_needed(late_copier: Any) -> None:
     world, copier = late_world(late_copier)
     saved = {block: Freed() for block in (7, 0, 11, 3)}
     copier.evacuate = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
-    assert world.take_back([7, 0, 11]) == (3, 300)
-    assert world.sources.bytes_aside == 300
+    assert world.evacuate([7, 0, 11]) == (3, 300)
+    assert world.sources.evacuated_bytes == 300
     world.sources.skip(0, 0, 2, np.array([1]))
     assert [saved[block].times for block in (7, 0, 11)] == [1, 0, 0], "the server has the first one"
-    assert world.sources.bytes_aside == 200
+    assert world.sources.evacuated_bytes == 200
     for _ in range(2):
         world.sources.close()
         assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
-    assert world.sources.bytes_aside == 0 and copy_of(world, [3]) is None
+    assert world.sources.evacuated_bytes == 0 and copy_of(world, [3]) is None
 
 
 def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arrived(
@@ -482,13 +484,13 @@ def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arr
 ) -> None:
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
     world, copier = late_world(late_copier)
-    world.take_back([11], 0)
+    world.evacuate([11], 0)
     reading = late_copier.begin_store(copier, 0, verify=True, ready=None)
     got: list[tuple[int, int]] = []
     arrive = reading.close
 
     def close() -> None:
-        engine = threading.Thread(target=lambda: got.append(world.take_back([3])), daemon=True)
+        engine = threading.Thread(target=lambda: got.append(world.evacuate([3])), daemon=True)
         engine.start()
         engine.join(10)  # the engine's thread gets through meanwhile
         assert got, "a wait for the GPU, with the lock held"
@@ -508,7 +510,7 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(
     world, copier = late_world(late_copier, breaks)
     saved = {block: Freed() for block in (7, 0, 11)}
     copier.evacuate = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
-    assert world.take_back([7, 0, 11]) == (3, 300)
+    assert world.evacuate([7, 0, 11]) == (3, 300)
     reading = late_copier.begin_store(copier, 0, verify=True, ready=None)
 
     def deliver() -> None:
@@ -523,7 +525,7 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(
         1,
         1,
         0,
-    ] and world.sources.bytes_aside == 100
+    ] and world.sources.evacuated_bytes == 100
     world.sources.close()
     assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
 
@@ -576,13 +578,14 @@ def test_what_is_taken_back_while_a_reading_goes_on_by_itself(
     monkeypatch.setattr(
         ByItself,
         "look",
-        lambda self, at: world.take_back(taken) if at == when else None,
+        lambda self, at: world.evacuate(taken) if at == when else None,
         raising=False,
     )
     world.check(0, list(range(6)), world.copy(0, list(range(6))))
     assert reading[0].halts == (taken != [11]), "others' blocks are no reason to halt"
     assert reading[0].read_blocks == (when if taken != [11] else 6)
-    assert not world.sources._left.any() and not world.sources._aside
+    assert world.evacuate([4, 5, 6, 7, 8, 9])[0] == 0, "all are copied"
+    assert world.sources.evacuated_bytes == 0
 
 
 @pytest.mark.parametrize("when", range(6))
@@ -606,9 +609,9 @@ def test_what_is_lost_or_was_set_aside_is_not_read_by_itself(
 ) -> None:
     monkeypatch.setattr(ByItself, "look", lambda self, at: None, raising=False)
     world = World([[4, 5, 6, 7]])
-    world.take_back([6])
+    world.evacuate([6])
     world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
     lost = World([[4, 5, 6, 7]])
-    lost.take_back([6], allowance=0)
+    lost.evacuate([6], allowance=0)
     assert lost.copy(0, [0, 1, 2, 3]) is None
     assert [each.read_blocks for each in reading] == [0, 0]

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvkeep.client.calls import Call
-from kvkeep.client.departures import Departures
-from kvkeep.client.requests import Stored
+from kvkeep.client.stores import DepartingStores
 
 
 class Store:
     """A store whose copies arrive when `arrive` is set, and that the server answers when `answer`
     says so."""
 
-    def __init__(self, fails: str = "") -> None:
-        self.arrived, self.call, self.fails = threading.Event(), Call(1, 0), fails
-        self.told = self.finished = False
+    def __init__(self, job: str, fails: str = "") -> None:
+        self.job, self.fails = job, fails
+        self.arrived, self.call = threading.Event(), Call(1, 0)
+        self.told = self.has_departed = self.has_failed = self.is_complete = False
+        self.written = 0
 
     def answer(self) -> None:
         self.call.failure = "answered"
@@ -35,12 +36,11 @@ class Store:
     def unanswered(self) -> Call | None:
         return self.call if self.told and not self.call.done else None
 
-    def finish(self) -> Stored:
+    def finish(self) -> None:
         assert self.told and self.call.done, "finished before the server has answered"
-        self.finished = True
+        self.written, self.is_complete = 3, True
         if self.fails == "finish":
             raise RuntimeError("the connection broke")
-        return Stored(3, complete=True)
 
 
 class Waiting:
@@ -52,17 +52,20 @@ class Waiting:
 
 class World:
     def __init__(self) -> None:
-        self.ended: list[tuple[Hashable, Stored]] = []
+        self.ended: list[tuple[str, tuple[int, bool]]] = []
         self.faults: list[str] = []
         connection: Any = Waiting()
-        end, fail = (lambda job, stored: self.ended.append((job, stored))), self.faults.append
-        self.departures = Departures(connection, threading.Condition(), end, fail)
+        fail = self.faults.append
+        self.departures = DepartingStores(connection, threading.Condition(), self._end, fail)
         self.thread = threading.Thread(target=self.departures.run, daemon=True)
         self.thread.start()
 
+    def _end(self, store: Any) -> None:
+        self.ended.append((store.job, (store.written, store.is_complete)))
+
     def add(self, job: str, fails: str = "") -> Store:
-        store: Any = Store(fails)
-        self.departures.add(job, store)
+        store: Any = Store(job, fails)
+        self.departures.add(store)
         return store  # type: ignore[no-any-return]
 
     def settle_until(self, ended: int) -> None:
@@ -92,7 +95,7 @@ def test_a_store_ends_when_it_has_arrived_and_the_server_has_answered(world: Wor
     assert not world.ended, "the server has not answered"
     store.answer()
     world.settle_until(1)
-    assert world.ended == [("a", Stored(3, complete=True))] and not world.departures
+    assert world.ended == [("a", (3, True))] and not world.departures
     world.departures.settle()
     assert len(world.ended) == 1
 
@@ -122,7 +125,7 @@ def test_a_fault_ends_that_store_alone(world: World, fails: str) -> None:
         store.arrived.set()
         store.answer()
     world.settle_until(2)
-    assert world.ended == [("a", Stored(0, complete=False)), ("b", Stored(3, complete=True))]
+    assert world.ended == [("a", (0, False)), ("b", (3, True))]
     assert world.faults == ["store"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvkeep.client.replies import is_sound_layout, is_sound_welcome, read_found, read_plan
+from kvkeep.client.calls import is_sound_layout, is_sound_welcome, read_found, read_plan
 from kvkeep.wire import messages as m
 
 KEYS = bytes(16 * 4)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvkeep.client import sources as module
+from kvkeep.client import stores as module
 from kvkeep.client import worker as worker_module
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import NO_BLOCK, Piece, physical_fingerprint
+from kvkeep.client.rank_memory import GroupMemory, physical_fingerprint
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
+from kvkeep.client.stores import SourceBlocks
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -54,9 +55,9 @@ def memories(sizes: tuple[int, ...] = SIZES, blocks: int = BLOCKS) -> list[NDArr
     return [rng.integers(0, 128, (blocks, nbytes), dtype=np.uint8) for nbytes in sizes]
 
 
-def layout_of(memory: list[Any]) -> list[Piece]:
+def layout_of(memory: list[Any]) -> list[GroupMemory]:
     """All but the first may be missing."""
-    return [Piece(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
+    return [GroupMemory(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
 
 
 class Engine:
@@ -80,7 +81,7 @@ class Engine:
         self.worker = WorkerAdapter(
             self.shape, ParallelStrategy.of(), ClientOptions(address=server.address, **options)
         )
-        self.worker.register_pieces(layout_of(self.memory))
+        self.worker.register_groups(layout_of(self.memory))
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
     def keys(self, count: int, name: str = "") -> bytes:
@@ -189,8 +190,8 @@ def test_another_number_of_pieces_is_refused_where_the_store_is_made(start: Star
             engine.store("s", ids)
     assert (
         engine.worker.poll() == Finished()
-        and not engine.worker._stores
-        and not engine.worker._sources
+        and not engine.worker.jobs.queued_stores
+        and not engine.worker.jobs.stores
     )
 
 
@@ -215,7 +216,7 @@ def test_pieces_that_do_not_fit_the_shape_are_refused_with_all_their_sizes() -> 
         with pytest.raises(
             RequestError, match=rf"have {sizes} bytes a block, the block shape says 640 \+ 320"
         ):
-            worker.register_pieces(layout_of(given))
+            worker.register_groups(layout_of(given))
         worker.close()
 
 
@@ -225,7 +226,7 @@ def test_each_rank_registers_the_pieces_of_its_own_shards() -> None:
         strategy = ParallelStrategy.of(tp_size=2, rank=rank, kv_tp_replicas=1)
         worker = WorkerAdapter(shape, strategy, ClientOptions(address="tcp://127.0.0.1:1"))
         pieces = layout_of(memories(sizes))
-        worker.register_pieces(pieces)
+        worker.register_groups(pieces)
         assert worker.connection.physical == (2 * rank, physical_fingerprint(pieces))
         assert worker.poll().rank == rank
         worker.close()
@@ -247,7 +248,7 @@ def test_a_fingerprint_tells_the_pieces_and_their_order_apart_and_nothing_else()
     both = physical_fingerprint([one, two])
     assert len(both) == len(alone) == 16
     assert len({alone, physical_fingerprint([two]), both, physical_fingerprint([two, one])}) == 4
-    elsewhere = [Piece(piece.runs, may_lack=True) for piece in layout_of(memories(blocks=3))]
+    elsewhere = [GroupMemory(piece.runs, may_lack=True) for piece in layout_of(memories(blocks=3))]
     assert physical_fingerprint(elsewhere) == both, (
         "neither where blocks lie nor how many there are"
     )
@@ -262,7 +263,7 @@ def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(
         workers.append(
             WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address))
         )
-        workers[-1].register_pieces(layout_of([memories()[0], second]))
+        workers[-1].register_groups(layout_of([memories()[0], second]))
         assert eventually(lambda: workers[0].connection.up)
     assert eventually(
         lambda: "orders the tensors of shard 0 differently" in workers[1].connection.refusal
@@ -318,7 +319,7 @@ def test_without_room_to_set_aside_nothing_that_must_be_there_is_stored(
     monkeypatch: pytest.MonkeyPatch,
     shared_memory: bool,
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES_ASIDE", 639)
+    monkeypatch.setattr(module, "_MOST_EVACUATED_BYTES", 639)
     engine = start(shared_memory=shared_memory)
     paused()
     engine.store("s", STORED)
@@ -337,7 +338,7 @@ def test_without_room_to_set_aside_nothing_that_must_be_there_is_stored(
 def test_without_room_to_set_aside_what_may_be_missing_is(
     start: Start, server: ServerProcess, paused: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES_ASIDE", 320)
+    monkeypatch.setattr(module, "_MOST_EVACUATED_BYTES", 320)
     engine = start()
     paused()
     engine.store("s", STORED)
@@ -354,43 +355,41 @@ def test_without_room_to_set_aside_what_may_be_missing_is(
         assert (engine.memory[piece][into] == engine.before[piece][source]).all()
 
 
-def aside(engine: Any) -> int:
-    return sum(sources.bytes_aside for sources in engine.worker._sources.values())
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[SourceBlocks]:
+    """Of all stores."""
+    made, make = list[SourceBlocks](), module.SourceBlocks
+    monkeypatch.setattr(
+        module, "SourceBlocks", lambda *given: made.append(make(*given)) or made[-1]
+    )
+    return made
 
 
-def test_room_is_there_again_while_other_stores_go_on(
-    start: Start, server: ServerProcess, paused: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES_ASIDE", 640)
-    engine = start((640,))
-    paused()
-    engine.store("first", [0, 1], "c1")
-    engine.store("second", [2, 3], "c2")
-    engine.worker.withdraw([0])
-    engine.worker._end_store("first", Stored(0, complete=False))
-    engine.worker.withdraw([2])
-    assert aside(engine) == 640, "of the second: what the first had set aside is gone with it"
-    server.send(signal.SIGCONT)
-    engine.finished(2)
+def evacuated(sources: list[SourceBlocks]) -> int:
+    return sum(each.evacuated_bytes for each in sources)
 
 
 def test_the_room_is_shared_by_all_stores_and_is_there_again_when_they_are_over(
-    start: Start, server: ServerProcess, paused: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    server: ServerProcess,
+    paused: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    sources: list[SourceBlocks],
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES_ASIDE", 3 * 640)
+    monkeypatch.setattr(module, "_MOST_EVACUATED_BYTES", 3 * 640)
     engine = start((640,))
     for name in ("a", "b"):  # the second time as the first
         paused()
         engine.store("first", [0, 1], f"{name}1")
         engine.store("second", [2, 3], f"{name}2")
         engine.worker.withdraw([0, 1])
-        assert aside(engine) == 2 * 640
+        assert evacuated(sources) == 2 * 640
         engine.worker.withdraw([2, 3])
-        assert aside(engine) == 3 * 640
+        assert evacuated(sources) == 3 * 640
         server.send(signal.SIGCONT)
         seen = engine.finished(2)
         assert (seen.stored["first"], seen.incomplete, seen.withdrawn) == (2, ["second"], 4)
-        assert not engine.worker._sources
+        assert not engine.worker.jobs.stores
 
 
 def test_nobody_knows_which_blocks_are_written_so_nothing_is_stored(
