@@ -126,9 +126,8 @@ class ScriptedCache:
         # So that a load shows which blocks it reads, and under which lease.
         first = (self.lookups.index(lookup) + 1) * SLOTS_A_LEASE + skip
         slots = np.arange(first, first + described, dtype=np.int64)
-        return Answer(
-            blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64)
-        )
+        checksums = np.zeros((described, self.num_shards), dtype=np.uint64)
+        return Answer(blocks, skip, 1, slots, checksums)
 
     def wait(self, lookup: Lookup, milliseconds: int) -> None:
         """Time does not pass here."""
@@ -255,9 +254,8 @@ class Truth:
     """What an engine without a cache answers, and what bytes each block of it must have."""
 
     def __init__(self, tp_size: int) -> None:
-        config = EngineConfig(
-            block_tokens=BLOCK_TOKENS, num_blocks=512, tensor_parallel_size=tp_size
-        )
+        sizes = {"block_tokens": BLOCK_TOKENS, "num_blocks": 512}
+        config = EngineConfig(**sizes, tensor_parallel_size=tp_size)
         self.engine = Engine(small_model(), config)
         self.contents: dict[bytes, list[bytes]] = {}  # by key: of each shard
         self._answers: dict[object, list[int]] = {}
@@ -321,8 +319,8 @@ class Rig:
         self.ranks: Sequence[Rank] = self.engine.workers.ranks
         self.requests: list[Request] = []
         self.steps: list[Step] = []
-        self.before_run: Callable[[], object] | None = None
-        self.after_run: Callable[[StepOutput], object] | None = None
+        self.before_run: Callable[[], object] = lambda: None
+        self.after_run: Callable[[StepOutput], object] = lambda output: None
         self._run, self.engine.workers.run = self.engine.workers.run, self._run_with_hooks  # type: ignore[method-assign]
 
     # -- what goes in
@@ -373,9 +371,8 @@ class Rig:
 
     def answer(self, request: Request) -> list[int]:
         """The tokens that the request must generate."""
-        return self.truth.answer(
-            request.tokens[: request.prompt_tokens], request.sampling, request.salt
-        )
+        prompt = request.tokens[: request.prompt_tokens]
+        return self.truth.answer(prompt, request.sampling, request.salt)
 
     # -- steps
 
@@ -404,9 +401,7 @@ class Rig:
             self.step()
         for request in self.requests:
             if request.finish_reason in ("length", "stop"):
-                assert request.output_tokens == self.answer(request), (
-                    f"{request.id} has other tokens"
-                )
+                assert request.output_tokens == self.answer(request), f"{request.id}: wrong tokens"
             else:
                 assert request.finish_reason in ("abort", "error")
         assert self.pool.num_free == self.config.num_blocks - 1, "blocks are lost"
@@ -427,23 +422,20 @@ class Rig:
 
     def _run_with_hooks(self, step: Step) -> StepOutput:
         self._check_step(step)
-        before, self.before_run = self.before_run, None
-        if before is not None:
-            before()
+        before, self.before_run = self.before_run, lambda: None
+        before()
         output = self._run(step)
-        after, self.after_run = self.after_run, None
-        if after is not None:
-            after(output)
+        after, self.after_run = self.after_run, lambda output: None
+        after(output)
         return output
 
     def _check_step(self, step: Step) -> None:
         self.steps.append(step)
-        assert sum(step.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens, (
-            "over budget"
-        )
+        counts = step.num_scheduled_tokens.values()
+        assert sum(counts) <= self.config.max_num_batched_tokens, "over budget"
         assert len(self.scheduler.running) <= self.config.max_num_seqs
-        assert len(step.num_scheduled_tokens) == len(step.segments) == len(step.requests)
-        assert all(count > 0 for count in step.num_scheduled_tokens.values())
+        assert len(counts) == len(step.segments) == len(step.requests)
+        assert all(count > 0 for count in counts)
 
     def check(self) -> None:
         self.engine.check_integrity()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.clock import eventually
 
 IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="float32", block_tokens=4, content="one")
 SHAPE = BlockShape(IDENTITY, (256,))
@@ -38,24 +38,22 @@ def pools() -> set[Path]:
 
 def finished(worker: Any) -> Finished:
     """What a worker reports, once it does."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        report = worker.poll()
-        if report.stored or report.loaded:
-            return report
-        time.sleep(0.001)
-    raise AssertionError("nothing was reported")
+    reports: list[Finished] = []
+
+    def has_reported() -> bool:
+        reports.append(worker.poll())
+        return bool(reports[-1].stored or reports[-1].loaded)
+
+    assert eventually(has_reported)
+    return reports[-1]
 
 
 def answered(cache: Any) -> Answer:
     """What the cache says, once it does."""
-    deadline, lookup = time.monotonic() + 30, cache.lookup(None, KEYS)
-    while time.monotonic() < deadline:
-        answer = cache.answer(lookup)
-        if answer is not None:
-            assert isinstance(answer, Answer)
-            return answer
-    raise AssertionError("nothing was answered")
+    lookup = cache.lookup(None, KEYS)
+    answer = eventually(lambda: cache.answer(lookup))
+    assert isinstance(answer, Answer)
+    return answer
 
 
 def test_no_connector_is_no_backend() -> None:
