@@ -99,6 +99,14 @@ def test_blocks_that_are_gone_are_passed_over() -> None:
     assert scene.scrub.take() == [] and scene.scrub.left == 0
 
 
+def thread_ends() -> bool:
+    """Waits for the end of the scrubbers' threads."""
+    threads = [each for each in threading.enumerate() if each.name == "kvkeep-scrub"]
+    for each in threads:
+        each.join(30)
+    return not any(each.is_alive() for each in threads)
+
+
 def test_the_thread_looks_through_all_and_ends() -> None:
     scene, turn = Scene(), threading.Lock()
     scene.harm(3)
@@ -111,8 +119,7 @@ def test_the_thread_looks_through_all_and_ends() -> None:
 
     scrubber = Scrubber(scene.scrub, in_loop)
     scrubber.start()
-    scrubber._thread.join(30)
-    assert not scrubber._thread.is_alive() and scene.counters.scrubbed_blocks == 4
+    assert thread_ends() and scene.counters.scrubbed_blocks == 4
     assert len(scene.store.blocks.table) == 3
 
 
@@ -120,7 +127,7 @@ def test_it_stops_although_the_loop_does_not_answer() -> None:
     scrubber = Scrubber(Scene().scrub, lambda duty: Future())
     scrubber.start()
     scrubber.stop()
-    assert not scrubber._thread.is_alive()
+    assert thread_ends()
 
 
 def test_it_ends_when_the_loop_has_ended() -> None:
@@ -131,5 +138,4 @@ def test_it_ends_when_the_loop_has_ended() -> None:
 
     scrubber = Scrubber(Scene().scrub, cancelled)
     scrubber.start()
-    scrubber._thread.join(10)
-    assert not scrubber._thread.is_alive()
+    assert thread_ends()

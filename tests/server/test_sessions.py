@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.cli.status import session_rows, why_not_shared
+from kvkeep.cli.admin import session_rows, why_not_shared
 from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import RequestError

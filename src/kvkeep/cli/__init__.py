@@ -1,16 +1,12 @@
 """The command line.
 
 main.py          `kvkeep`: all commands, and how errors end them
-serve.py         `kvkeep serve`
-logs.py          the format of the server's log
-status.py        `kvkeep status`
-drain.py         `kvkeep drain`
+serve.py         `kvkeep serve`, and the server's log
+admin.py         `kvkeep status`, `kvkeep drain` and `kvkeep settings ...`
 tenants.py       `kvkeep tenants ...`
-settings.py      `kvkeep settings ...`
 keygen.py        `kvkeep keygen`
 certificates.py  the certificates that it makes
-demo.py          `kvkeep demo`
-demo_engine.py   an engine process of the demo
+demo.py          `kvkeep demo`, and the engine processes it starts
 bench.py         `kvkeep bench ...`
 machine.py       the machine that a benchmark ran on
 remote.py        requests to the admin API

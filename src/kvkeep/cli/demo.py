@@ -1,18 +1,19 @@
-"""`kvkeep demo`: conversations of several users, served by engine processes that come and go, told
-as a short story.
+"""`kvkeep demo`: conversations of several users, served by engine processes that come and go.
 
     turn          1   2          3                    4                     all turns again, at the end
     served by     first engine   second engine        second engine         an engine without any cache
                   (ends)         one by one: TTFT     together; the server  one by one where TTFT is compared
                                                       is killed meanwhile
 
-A turn's prompt is the whole conversation so far and a new message. We hold the conversations, as a
-chat client does, so both engines know a user only by what we send and what the server has. Every
-answer is compared, token by token, with that of the engine without a cache."""
+A turn's prompt is the whole conversation so far and a new message. The demo holds the
+conversations, as a chat client does: both engines know a user only by the prompt and by what the
+server has. Every answer is compared, token by token, with that of the engine without a cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json as json_text
 import math
 import signal
 import statistics
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,20 +30,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvkeep.cli.demo_engine import Answer, EngineProcess, Question
-from kvkeep.cli.demo_engine import Progress as EngineProgress
 from kvkeep.cli.output import Json, note, show_json, show_table
 from kvkeep.cli.remote import ask
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import JsonProcess, ServerProcess
 from kvkeep.units import format_size
 
 USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 MESSAGE_TOKENS, ANSWER_TOKENS = 24, 16
-LONG_ANSWER_TOKENS = (
-    64  # of the turn in which the server is killed: long enough to be in the middle of
-)
+LONG_ANSWER_TOKENS = 64  # of the turn during which the server is killed
 BLOCK_TOKENS = 16
 PROMISED_SPEEDUP = 3.0
 PROMISED_FROM_TOKENS = 1024  # shorter prompts are computed so fast that there is little to save
@@ -52,6 +50,7 @@ _PROGRESS_WIDTH = 32  # of the bar that shows how far it is, with numbers behind
 _FIRST_LINE_S, _NEXT_LINE_S = 2.0, 10.0  # how far it is, where there is no terminal
 _A_MINUTE_TOKENS = 8192  # of all first prompts together
 _COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
+_END_WITHIN_S = 30  # an engine whose server is gone waits for its last stores to time out
 
 Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="Number of users.")]
 PromptTokens = Annotated[
@@ -90,7 +89,7 @@ def _opening(users: int, prompt_tokens: int) -> str:
 
 
 class _Stopped(BaseException):
-    """A signal asked us to end. On the way out every process that we started is ended too."""
+    """A signal asked us to end. On the way out every process that we started is ended, too."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -102,10 +101,10 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _run(users: int, prompt_tokens: int, json: bool) -> list[str]:
-    """Tells the story and shows its outcome; gives the promises that were broken."""
+    """Runs the demo and shows its outcome; returns the promises that were broken."""
     started = time.monotonic()
     screen = Screen(json)
-    # Each a little shorter than the one before: tenants differ in what they use.
+    # Each a little shorter than the last, so that tenants differ in what they use.
     talks = [Talk(name, prompt_tokens * (12 - at) // 12) for at, name in enumerate(USERS[:users])]
     screen.say(_opening(users, prompt_tokens))
     outcome = _tell(talks, screen)
@@ -118,13 +117,11 @@ def _run(users: int, prompt_tokens: int, json: bool) -> list[str]:
 
 
 def broken_promises(outcome: dict[str, Any]) -> list[str]:
-    """What the demo was to show and did not."""
+    """The promises of the demo that it did not keep."""
     promises = {
         "tokens are the same as without a cache": outcome["same_tokens"],
         "the server is killed while requests are unfinished": outcome["server_killed"],
-        "tokens are the same as without a cache, also after the kill": outcome[
-            "same_tokens_after_kill"
-        ],
+        "tokens are the same after the kill, too": outcome["same_tokens_after_kill"],
         "the second engine finds every user's history in the cache": all(
             user["external_cached_tokens"] > 0 for user in outcome["users"]
         ),
@@ -144,7 +141,7 @@ def same_tokens(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
     )
 
 
-# -- who talks
+# -- the conversations
 
 
 @dataclass
@@ -158,13 +155,11 @@ class Talk:
     answers: list[Answer] = field(default_factory=list)
 
     def ask(self, max_tokens: int = ANSWER_TOKENS) -> Question:
-        """The next turn: the first time a long prompt, then a short message. There is no text, only
-        its tokens."""
+        """The next turn: first a long prompt, then short messages, of random tokens."""
         turn = len(self.asked)
         rng = np.random.default_rng([USERS.index(self.user), turn])
-        self.tokens += rng.integers(
-            0, _VOCAB_SIZE, MESSAGE_TOKENS if turn else self.prompt_tokens
-        ).tolist()
+        count = MESSAGE_TOKENS if turn else self.prompt_tokens
+        self.tokens += rng.integers(0, _VOCAB_SIZE, count).tolist()
         self.asked.append(Question(self.user, list(self.tokens), max_tokens))
         return self.asked[-1]
 
@@ -182,13 +177,12 @@ def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
     pool_mib = (len(talks) * blocks * BLOCK_TOKENS * _POOL_BYTES_A_TOKEN >> 20) + 32
     server = ServerProcess("--pool-size", f"{pool_mib}MiB")
     with ExitStack() as ends:
-        ends.push(server)  # before it starts: whoever interrupts that must not leave it behind
+        ends.push(server)  # before it starts: an interrupt must not leave it behind
         server.start()
         screen.say(f"1. A server is running: {server.address}, pool {format_size(pool_mib << 20)}")
         _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
         tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}
-        # Room for half of the conversations: those of the others have to come from the server once
-        # more in turn 4.
+        # Room for half of the conversations: the others come from the server again in turn 4.
         kill = Kill(server)
         _second_engine(talks, kill, max(3, len(talks)) * blocks // 2 + 1, screen)
     model, reference = _reference(talks, len(talks) * blocks + 1, screen)
@@ -200,20 +194,18 @@ def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
 
 @dataclass
 class Kill:
-    """Of the server, in the midst of requests. `died_s` is when it was dead, on the clock that all
+    """Kills the server during requests. `died_s` is when it was dead, on the clock that all
     processes share."""
 
     server: ServerProcess
     died_s: float = math.inf
 
     def __call__(self, progress: EngineProgress) -> None:
-        """Does it as soon as requests are running. When this returns, the server is dead."""
+        """Kills it as soon as requests are running. When this returns, the server is dead."""
         if progress.running and not self.done:
             assert self.server.process is not None
             self.server.send(signal.SIGKILL)
-            if (
-                self.server.process.wait() == -signal.SIGKILL
-            ):  # and not of something else, just before
+            if self.server.process.wait() == -signal.SIGKILL:  # and of no other cause before
                 self.died_s = time.monotonic()
 
     @property
@@ -221,8 +213,7 @@ class Kill:
         return self.died_s < math.inf
 
     def unfinished(self, answers: Iterable[Answer]) -> int:
-        """How many of these requests had been taken, and not yet been answered, when the server was
-        dead."""
+        """How many of these requests had arrived, and were not answered, when the server died."""
         return sum(answer.arrived_s < self.died_s < answer.finished_s for answer in answers)
 
 
@@ -236,7 +227,8 @@ def _first_engine(talks: list[Talk], address: str, room: int, screen: Screen) ->
             for talk, answer in zip(talks, answers, strict=True):
                 talk.hear(answer)
     screen.say(
-        f"2. Engine process {engine.process.pid} served {len(talks)} users together, two turns each, and has ended"
+        f"2. Engine process {engine.process.pid} served {len(talks)} users together, two turns "
+        "each, and has ended"
     )
 
 
@@ -253,7 +245,8 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
         asked = sum(len(talk.asked[2].prompt) for talk in talks)
         cached = sum(talk.answers[2].external_cached_tokens for talk in talks)
         screen.say(
-            f"3. Engine process {engine.process.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache"
+            f"3. Engine process {engine.process.pid} goes on with turn 3: {cached:,} of {asked:,} "
+            "tokens from the cache"
         )
         answers = engine.serve(
             [talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill)
@@ -266,17 +259,13 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
 
 def _killed(done: bool, unfinished: int, complete: int, users: int) -> str:
     """What became of turn 4's requests."""
-    what = (
-        f"Server killed (SIGKILL) with {unfinished} of {users} requests under way"
-        if done
-        else "Server NOT killed"
-    )
-    return f"{what}; {f'all {users}' if complete == users else f'ONLY {complete} of {users}'} were answered"
+    killed = f"Server killed (SIGKILL) with {unfinished} of {users} requests under way"
+    answered = f"all {users}" if complete == users else f"ONLY {complete} of {users}"
+    return f"{killed if done else 'Server NOT killed'}; {answered} were answered"
 
 
 def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[list[Answer]]]:
-    """The same questions to an engine that computes everything: its model, and its answers, a list
-    a turn."""
+    """The model and the answers, a list a turn, of an engine that computes everything."""
     turns = [[talk.asked[turn] for talk in talks] for turn in range(4)]
     answers: list[list[Answer]] = []
     with (
@@ -289,7 +278,8 @@ def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[
                 before = turn * len(talks) + len(answers[-1])
                 answers[-1] += engine.serve(some, _after(before, show))
     screen.say(
-        f"5. Engine process {engine.process.pid}, without any cache, answered the same {4 * len(talks)} prompts:"
+        f"5. Engine process {engine.process.pid}, without any cache, answered the same "
+        f"{4 * len(talks)} prompts:"
     )
     return engine.model, answers
 
@@ -297,7 +287,7 @@ def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[
 def _after(
     before: int, show: Show, also: Callable[[EngineProgress], None] = lambda progress: None
 ) -> Callable[[EngineProgress], None]:
-    """What to do with an engine's progress when so many answers were there before."""
+    """Shows an engine's progress after `before` answers."""
 
     def watch(progress: EngineProgress) -> None:
         also(progress)
@@ -344,20 +334,19 @@ def _outcome(
 # -- what is seen
 
 
-Show = Callable[
-    [float, int], None
-]  # with how many answers are there, begun ones by their parts, and how many whole
+# Called with the number of answers, begun ones by their parts, and the number of whole ones.
+Show = Callable[[float, int], None]
 
 
 class Screen:
-    """The story's lines on stdout (with JSON on stderr), and on stderr how far it is."""
+    """The demo's lines on stdout (with JSON on stderr), and its progress on stderr."""
 
     def __init__(self, json: bool) -> None:
         self._print: Callable[[str], None] = note if json else lambda line: print(line, flush=True)
         self._bar: Progress | None = None
 
     def say(self, line: str) -> None:
-        """A line of the story. The bar makes way for it."""
+        """Prints a line above the progress bar."""
         if self._bar is not None:
             self._bar.stop()
         self._print(line)
@@ -366,8 +355,8 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Show]:
-        """Gives a function to call with the answers so far. A bar in a terminal, gone at the end;
-        elsewhere a line now and then."""
+        """Yields a function to call with the answers so far. Shows a bar in a terminal, and a line
+        now and then elsewhere."""
         if not sys.stderr.isatty():
             yield _lines(what, total)
             return
@@ -440,10 +429,167 @@ def _show(outcome: dict[str, Any]) -> None:
 
 
 def bar(share: float) -> str:
-    """At least a sliver: what is not nothing is seen."""
+    """A bar of at least one eighth of a character, unless `share` is 0."""
     eighths = max(1, round(share * _BAR_WIDTH * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _same(same: bool) -> str:
     return "the same tokens" if same else "OTHER TOKENS"
+
+
+# -- engine processes
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, the salt of its user, and the length of the answer."""
+
+    salt: str
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times are of the clock that all processes of this host share."""
+
+    tokens: list[int]
+    finish_reason: str
+    ttft_ms: float
+    arrived_s: float
+    finished_s: float
+    external_cached_tokens: int
+    failed_loads: int
+
+
+@dataclass(frozen=True)
+class EngineProgress:
+    """`answers` counts begun ones by their parts, `complete` only whole ones; `running` are the
+    requests being computed."""
+
+    answers: float
+    complete: int
+    running: int
+
+
+class EngineProcess:
+    """An engine in a process of its own; prompts go in as lines of JSON, answers come out. Without
+    an address the engine has no cache at all, not even one of its own.
+
+        parent                        engine process: python -m kvkeep.cli.demo
+        EngineProcess(address)  ────► builds the model, connects       {"address": …, …}
+                                ◄──── {"model": …}                     ready
+        serve(questions)        ────► {"questions": […]}
+                                ◄──── {"progress": {"answers": …}}     after each step
+                                ◄──── {"answers": […]}
+        end of the block        ────► (end of input) stores what is left, and ends"""
+
+    def __init__(
+        self,
+        address: str | None,
+        num_blocks: int,
+        program: Sequence[str] = ("-m", "kvkeep.cli.demo"),
+    ) -> None:
+        self._first = {"address": address, "num_blocks": num_blocks}
+        self.process = JsonProcess("the engine process", program)
+        self.model = ""
+
+    def __enter__(self) -> EngineProcess:
+        try:
+            self.process.send(self._first)
+            self.model = self.process.receive()["model"]
+        except BaseException:  # guard: the process would stay behind; raised again
+            self.process.end()
+            raise
+        return self
+
+    def serve(
+        self,
+        questions: Sequence[Question],
+        on_progress: Callable[[EngineProgress], None] = lambda progress: None,
+    ) -> list[Answer]:
+        """Answers all questions together. KVKeepError, with what the process said, if it ends
+        instead."""
+        self.process.send({"questions": [dataclasses.asdict(each) for each in questions]})
+        while "answers" not in (said := self.process.receive()):
+            on_progress(EngineProgress(**said["progress"]))
+        return [Answer(**each) for each in said["answers"]]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.process.end()
+        elif code := self.process.end(_END_WITHIN_S):
+            raise self.process.failure(f"ended with exit code {code}")
+
+
+# -- inside the engine process
+
+
+def _serve_engine() -> None:
+    line = sys.stdin.readline()
+    if not line:  # the parent is gone
+        return
+    # Not at the top: the command line must not load torch to show its help.
+    from kvkeep.engine.demo_model import compute_threads, demo_model, describe, make_llm
+
+    first = json_text.loads(line)
+    # One thread, so that threads do not wait for each other on a busy machine.
+    with (
+        compute_threads(1),
+        make_llm(
+            demo_model(),
+            first["address"],
+            first["num_blocks"],
+            prefix_caching=bool(first["address"]),
+        ) as llm,
+    ):
+        _say({"model": describe()})
+        for line in sys.stdin:
+            _say({"answers": _answer(llm, json_text.loads(line)["questions"])})
+
+
+def _answer(llm: Any, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from kvkeep.engine.llm import Prompt
+    from kvkeep.engine.models.sampling import SamplingParams
+
+    def report(done: int) -> None:
+        scheduler = llm.engine.scheduler
+        parts = [
+            r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens)
+            for r in scheduler.unfinished
+        ]
+        progress = EngineProgress(done + sum(parts), done, len(scheduler.running))
+        _say({"progress": dataclasses.asdict(progress)})
+
+    prompts = [
+        Prompt(each["prompt"], each["salt"], sampling=SamplingParams(max_tokens=each["max_tokens"]))
+        for each in questions
+    ]
+    return [
+        dataclasses.asdict(
+            Answer(
+                each.token_ids,
+                each.finish_reason,
+                each.metrics.ttft_ms,
+                each.metrics.arrived_s,
+                each.metrics.finished_s,
+                each.metrics.external_cached_tokens,
+                each.metrics.failed_loads,
+            )
+        )
+        for each in llm.generate(prompts, on_progress=report)
+    ]
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json_text.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    _serve_engine()

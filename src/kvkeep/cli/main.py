@@ -5,8 +5,8 @@
                 2  the command, a setting or the pool is wrong
                 3  no server answers
 
-An error is two lines on stderr, `error: ...` and where there is a remedy `hint: ...`; never a
-traceback for what is the world's fault."""
+An error is two lines on stderr: `error: ...` and, if there is a remedy, `hint: ...`. Only a bug
+shows a traceback."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from typing import Annotated
 import typer
 
 from kvkeep import __version__
-from kvkeep.cli import bench, settings, tenants
+from kvkeep.cli import bench, tenants
+from kvkeep.cli.admin import drain, settings_app, status
 from kvkeep.cli.demo import demo
-from kvkeep.cli.drain import drain
 from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
-from kvkeep.cli.status import status
 from kvkeep.errors import KVKeepError, PoolError, RequestError, SettingsError, Unavailable
 
 EXIT_REFUSED, EXIT_WRONG, EXIT_UNAVAILABLE = 1, 2, 3
@@ -47,7 +46,7 @@ app.command("drain")(drain)
 app.command("demo")(demo)
 app.command("keygen")(keygen)
 app.add_typer(tenants.app, name="tenants")
-app.add_typer(settings.app, name="settings")
+app.add_typer(settings_app, name="settings")
 app.add_typer(bench.app, name="bench")
 for _more in entry_points(group="kvkeep.commands"):  # a checkout adds those of development
     _more.load()(app)
@@ -78,8 +77,7 @@ def main() -> None:
     except KVKeepError as error:
         sys.exit(_explain(error))
     except BrokenPipeError:
-        # Whoever read our output (`head`, say) has seen enough. What is still buffered has nowhere
-        # to go.
+        # The reader of our output (`head`, say) has ended. The rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_REFUSED)
 

@@ -1,7 +1,7 @@
-"""The admin API from the other side, with the standard library alone.
+"""A client of the admin API, with the standard library only.
 
-Over https:// the server has to show a certificate of the CA in KVKEEP_CLIENT_TLS_CA, or of one that
-the system trusts; we show that in KVKEEP_CLIENT_TLS_CERT, if there is one. A request to https:// is
+Over https:// the server must show a certificate of the CA in KVKEEP_CLIENT_TLS_CA, or of one that
+the system trusts; we show that in KVKEEP_CLIENT_TLS_CERT, if it is set. A request to https:// is
 never sent without TLS.
 """
 
@@ -80,14 +80,14 @@ def _context() -> ssl.SSLContext:
 
 
 def keys_dir() -> Path:
-    """Where `kvkeep keygen` puts keys if nobody says, and where the token is looked for."""
+    """Where `kvkeep keygen` puts keys by default, and where the token is looked for."""
     state_home = os.environ.get("XDG_STATE_HOME", "")
     usual = f"{state_home}/kvkeep" if state_home.startswith("/") else TABLE["state_dir"].default
     return Path(os.environ.get("KVKEEP_STATE_DIR") or usual).expanduser() / "keys"
 
 
 class _OtherUser(Exception):
-    """Neither our own user nor root is at the other end."""
+    """Another user than our own and root listens there."""
 
 
 def ask(
@@ -98,8 +98,8 @@ def ask(
     timeout_s: float | None = None,
     token_file: Path | None = None,
 ) -> Any:
-    """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for
-    a refusal."""
+    """The reply's JSON; None without a body. Unavailable if no server answers, RequestError for a
+    refusal."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     if token_file is not None:
@@ -117,8 +117,8 @@ def ask(
 def _send(
     url: str, path: str, method: str, body: Any, timeout_s: float, choose_token: ChooseToken
 ) -> Any:
-    """`choose_token` is asked when the connection is there: for the token to send over it, or None,
-    and then why not."""
+    """`choose_token` is called with the connection: it returns the token to send, or None and why
+    not."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     try:
@@ -129,7 +129,7 @@ def _send(
             connection.request(method, path, data, headers)
             reply = connection.getresponse()
             answer = reply.read()
-        if reply.status >= 300:  # our server redirects nobody
+        if reply.status >= 300:  # our server never redirects
             raise _refusal(answer, url, withheld)
         return _printable(json.loads(answer)) if answer else None
     except (OSError, http.client.HTTPException) as error:
@@ -139,7 +139,8 @@ def _send(
             raise _unproved(url, error) from None
         raise Unavailable(
             f"no kvkeep server answers at {url}: {getattr(error, 'strerror', None) or error}",
-            "start one with `kvkeep serve`, or say where it is with --http HOST:PORT or KVKEEP_HTTP",
+            "start one with `kvkeep serve`, or name its address with --http HOST:PORT or "
+            "KVKEEP_HTTP",
         ) from None
     except ValueError:
         raise _stranger(url) from None
@@ -147,20 +148,18 @@ def _send(
 
 def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
     host, port = host_and_port(url)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     if url.startswith("https:"):
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            host, port, timeout=timeout_s, context=_context()
-        )
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        context = _context()
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
     connection.connect()
     return connection
 
 
 def _distrust(connected: socket.socket, timeout_s: float) -> str:
-    """Why a token that nobody named is not sent over this connection; "" if our own user or root is
-    at its other end. Any user can listen on a port that is free while the server is down.
-    TimeoutError if no process takes the connection."""
+    """Why the default token is not sent over this connection; "" if our own user or root is at its
+    other end. Any user can listen on the port while the server is down. TimeoutError if no process
+    accepts the connection."""
     until_s = time.monotonic() + timeout_s
     while (uid := peer_uid(connected)) is None:
         if time.monotonic() >= until_s:
@@ -168,27 +167,26 @@ def _distrust(connected: socket.socket, timeout_s: float) -> str:
         time.sleep(0.005)
     if uid in (os.geteuid(), 0):
         return ""
-    return f"no token was sent: another user (uid {uid}) listens there. If that is the server, say --token-file {_HINT}"
+    return (
+        f"no token was sent: another user (uid {uid}) listens there. If that is the server, use "
+        f"--token-file {_HINT}"
+    )
 
 
 def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
-    """The token for a server on this host, where nobody has named one; or why there is none. It is
-    that of `kvkeep keygen`, or for changes the one that a server without `admin_token` has made for
-    itself."""
+    """The default token for a server on this host, or why there is none. It is that of `kvkeep
+    keygen`, or for changes the one that a server without `admin_token` has made for itself."""
     if not is_loopback(host_and_port(url)[0]):
         return None, ""
     usual = keys_dir() / TOKEN_NAME
-    token = (
-        read_token(usual) if os.path.exists(usual) else None
-    )  # Path.exists raises if the directory is another's
+    # Path.exists raises if the directory belongs to another user.
+    token = read_token(usual) if os.path.exists(usual) else None
     if method == "GET":
         return token, ""
 
     def choose(connected: socket.socket) -> tuple[bytes | None, str]:
         if why := _distrust(connected, _ANSWER_WITHIN_S):
-            raise _OtherUser(
-                why
-            )  # who is not asked where the token is: the answer could name any file
+            raise _OtherUser(why)  # its answer could name any file as the token's
         return token, ""
 
     try:
@@ -205,20 +203,14 @@ def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
     try:
         return read_token(path), ""
     except SettingsError as error:
-        return (
-            None,
-            f"{error.message}. Run this as the server's user, or give a copy of that file with --token-file",
-        )
+        remedy = "Run this as the server's user, or give a copy of that file with --token-file"
+        return None, f"{error.message}. {remedy}"
 
 
 def _printable(value: Any) -> Any:
-    """Without characters that a terminal would obey: another user may have sent them."""
+    """Without control characters, which another user may have sent to the terminal."""
     if isinstance(value, str):
-        return (
-            value
-            if value.isprintable()
-            else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
-        )
+        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in value)
     if isinstance(value, dict):
         return {_printable(name): _printable(each) for name, each in value.items()}
     return [_printable(each) for each in value] if isinstance(value, list) else value
@@ -237,12 +229,12 @@ def _url(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of what `--http` was given."""
+    """Of the value of `--http`."""
     return split_host(_url(address).partition("://")[2])
 
 
 def _refusal(answer: bytes, url: str, withheld: str) -> RequestError | Unavailable:
-    """What the server said, as the exception it was there."""
+    """The error that the server sent."""
     try:
         said = _printable(json.loads(answer))
         hint = withheld if withheld and said["error"] == "unauthorized" else said["hint"]
@@ -252,11 +244,11 @@ def _refusal(answer: bytes, url: str, withheld: str) -> RequestError | Unavailab
 
 
 def _silent(url: str, timeout_s: float, method: str) -> Unavailable:
-    """Somebody took the connection, or the kernel did in its name, and then said nothing."""
+    """A process, or the kernel for it, accepted the connection and did not answer."""
     unknown = "" if method == "GET" else "; whether the change was made is not known"
     return Unavailable(
         f"a server listens at {url} but did not answer within {timeout_s:g} s{unknown}",
-        "it may be paused or stuck: see its log; if it stays so, end that process and start it again",
+        "it may be paused or stuck: see its log; if that does not help, restart it",
     )
 
 
@@ -264,12 +256,13 @@ def _unproved(url: str, error: ssl.SSLError) -> Unavailable:
     """The handshake failed, on either side. Nothing was asked."""
     return Unavailable(
         f"no TLS connection to {url}: {handshake_problem(error)}",
-        f"{TLS_VARIABLES[2]} names the CA of the server, {TLS_VARIABLES[0]} and {TLS_VARIABLES[1]} our certificate; "
-        f"a server without TLS is asked by --http http://{url.partition('://')[2]}",
+        f"{TLS_VARIABLES[2]} names the CA of the server, {TLS_VARIABLES[0]} and "
+        f"{TLS_VARIABLES[1]} our certificate; for a server without TLS use --http "
+        f"http://{url.partition('://')[2]}",
     )
 
 
 def _stranger(url: str) -> Unavailable:
     return Unavailable(
-        f"what answers at {url} is no kvkeep server", "say where it is with --http HOST:PORT"
+        f"what answers at {url} is not a kvkeep server", "name its address with --http HOST:PORT"
     )

@@ -1,15 +1,17 @@
-"""`kvkeep serve`: a server in the foreground, from its settings to its orderly end."""
+"""`kvkeep serve`: a server in the foreground, from its settings to its orderly end, and its log."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from kvkeep.cli import logs
 from kvkeep.cli.output import help_section, note
 from kvkeep.errors import SettingsError
 from kvkeep.server.settings import ENV_PREFIX, TABLE, Settings
@@ -33,17 +34,13 @@ _MESSAGE_BYTES, _KEPT_BYTES = 4 * MIB, 32 * MIB
 
 
 class ServeCommand(TyperCommand):
-    """Adds all settings to the help page. They are read by Settings.load, which knows more than
-    options do."""
+    """Adds all settings to the help page; Settings.load reads them."""
 
     def get_help(self, ctx: Any) -> str:
-        rows = [
-            (
-                f"--{name.replace('_', '-')}",
-                f"{line.help} [default: {line.default}]{' (live)' * line.live}",
-            )
-            for name, line in TABLE.items()
-        ]
+        rows = []
+        for name, line in TABLE.items():
+            text = f"{line.help} [default: {line.default}]{' (live)' * line.live}"
+            rows.append((f"--{name.replace('_', '-')}", text))
         return help_section(
             super().get_help(ctx),
             f"Settings, as a flag, as {ENV_PREFIX}NAME in the environment, or as a name in FILE",
@@ -65,13 +62,13 @@ def serve(
 ) -> None:
     """Run a server until SIGTERM, which keeps its pool for the next one, or SIGINT, which removes
     it."""
-    # Not at the top: every other command would load a web framework before it says a word.
+    # Not at the top: every other command would load the server.
     from kvkeep.server.daemon import Daemon
 
     keep_freed_memory()
     signals = Signals()
     settings = Settings.load(config, os.environ, context.args, fresh=fresh)
-    logs.set_up(settings.log_level, settings.log_json)
+    set_up_logging(settings.log_level, settings.log_json)
     daemon = Daemon(settings, fresh=fresh)
     front = Front(daemon, ready_json)
     try:
@@ -98,9 +95,8 @@ def keep_freed_memory() -> None:
 
 
 class Front:
-    """What operators see of a server: HTTP, and the word that it is ready. In a thread: engines
-    that wait for a server to come back are answered while the web framework is still being
-    loaded."""
+    """What operators see of a server: HTTP, and the line that it is ready. In a thread: engines are
+    served while the web framework is still being loaded."""
 
     def __init__(self, daemon: Daemon, ready_json: bool) -> None:
         self.failure: BaseException | None = None
@@ -140,25 +136,23 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second one does not wait for
-    it.
+    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second does not wait for it.
 
-    SIGTERM comes from who will start the server again: the pool is kept. The other two come from a
-    terminal (`at_terminal`): it is removed. The second signal raises SystemExit, which the caller's
-    `finally` sees. Only a third one ends the process on the spot."""
+    SIGTERM comes from a supervisor that will start the server again: the pool is kept. The other
+    two come from a terminal (`at_terminal`): it is removed. The second signal raises SystemExit, so
+    that the caller's `finally` runs. A third one ends the process at once."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
         self._asked = False
         self.at_terminal = False
         for number in _ENDING:
-            # nohup ignores SIGHUP: a closed terminal is no reason then. (Shells ignore SIGINT for
-            # what runs behind.)
+            # nohup ignores SIGHUP. (Shells ignore SIGINT for background jobs, where it counts.)
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._received)
 
     def then(self, stop: Callable[[], None]) -> None:
-        """What an orderly end is, from now on."""
+        """Sets what the first signal calls."""
         self._stop = stop
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -173,18 +167,17 @@ class Signals:
 
 
 def _say_ready(daemon: Daemon, http: HttpServer, as_json: bool) -> None:
-    """Sockets listen from here on; what engines send waits for the loop, which is about to turn."""
+    """Prints the line. The sockets listen; requests wait for the loop, which is about to start."""
     pool_bytes = daemon.pool.pool_bytes
     if as_json:
-        line = json.dumps(
-            {
-                "address": daemon.address,
-                "http": http.address,
-                "pid": os.getpid(),
-                "pool_bytes": pool_bytes,
-                "name": daemon.settings.name,
-            }
-        )
+        said = {
+            "address": daemon.address,
+            "http": http.address,
+            "pid": os.getpid(),
+            "pool_bytes": pool_bytes,
+            "name": daemon.settings.name,
+        }
+        line = json.dumps(said)
     else:
         size = format_size(pool_bytes)
         url = http.address if daemon.settings.http_has_tls else f"http://{http.address}"
@@ -198,14 +191,59 @@ def _say_ready(daemon: Daemon, http: HttpServer, as_json: bool) -> None:
 
 
 def _report_progress(daemon: Daemon) -> None:
-    """A large pool takes a while to fill; who watches should see that it does. Says nothing about a
-    quick one."""
-    waited = False
+    """Prints how far a pool is filled that takes a while."""
+    waited, total = False, format_size(daemon.pool.pool_bytes)
     while not daemon.ready.wait(_FIRST_PROGRESS_AFTER_S) and not daemon.stopping:
         waited = True
-        pool = daemon.pool
-        note(
-            f"filling the pool: {format_size(pool.filled_bytes)} of {format_size(pool.pool_bytes)}"
-        )
+        note(f"filling the pool: {format_size(daemon.pool.filled_bytes)} of {total}")
     if waited and daemon.ready.is_set():
         note(f"the pool is filled: {format_size(daemon.pool.filled_bytes)}")
+
+
+# -- the log: a line an event on stderr, for people or as JSON
+
+_ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)]} | {
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+
+
+def set_up_logging(level: str, as_json: bool) -> None:
+    """Sends our events from `level` on, and warnings of libraries, to stderr. Control characters in
+    text from outside are escaped, so that a client's name cannot forge a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if as_json else PlainLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("kvkeep").setLevel(level.upper())
+
+
+class PlainLines(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z info kvkeep.server.daemon: serving ...`; a traceback follows on
+    lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage().translate(_ESCAPES)
+        line = f"{_time(record)} {record.levelname.lower()} {record.name}: {message}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: time, level, logger, message, and a traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            event["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

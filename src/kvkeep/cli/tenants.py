@@ -1,8 +1,7 @@
 """`kvkeep tenants ...`: usage, quotas, limits, clearing.
 
-A tenant is named by its id. Who knows only the salt gives it on stdin, or types it unseen: the id
-is made here, so the salt reaches neither server nor log, neither the shell's history nor the list
-of processes."""
+A tenant is named by its id. A salt is read from stdin, or typed without echo: the id is made here,
+so the salt reaches neither the server nor a log, the shell's history or the list of processes."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import getpass
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -61,14 +61,13 @@ def list_tenants(
 
 
 class QuotaCommand(TyperCommand):
-    """Says which of its two arguments may be left out: the first, which the parser could not
-    know."""
+    """Shows in its usage that the first argument may be left out."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", "[TENANT]", "SIZE"]
 
 
-# Unknown options are let through to us, or a size such as -1 would be one.
+# Unknown options are passed on, or a size such as -1 would be one.
 @app.command("set-quota", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
 def set_quota(
     tenant: Tenant = None,
@@ -85,19 +84,8 @@ def set_quota(
     json: Json = False,
 ) -> None:
     """Promise a tenant memory. Kept over restarts."""
-    name, quota_bytes = _tenant_and_size(tenant, size, salt_stdin, "quota", "0 promises nothing")
-    ask(
-        http,
-        f"/v1/tenants/{name}/quota",
-        "PUT",
-        {"quota_bytes": quota_bytes},
-        token_file=token_file,
-    )
-    _say(
-        json,
-        {"tenant": name, "quota_bytes": quota_bytes},
-        f"{name} has a quota of {format_size(quota_bytes)}",
-    )
+    name, nbytes = _tenant_and_size(tenant, size, salt_stdin, "quota", "0 promises nothing")
+    _change(name, "quota", nbytes, http, token_file, json)
 
 
 @app.command("set-limit", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
@@ -114,27 +102,51 @@ def set_limit(
     token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
-    """Let a tenant use so much memory and no more. Kept over restarts."""
-    name, limit_bytes = _tenant_and_size(
-        tenant, size, salt_stdin, "limit", "0 means that nothing is stored"
-    )
-    body = {"limit_bytes": limit_bytes}
-    ask(
-        http,
-        f"/v1/tenants/{name}/limit",
-        "PUT",
-        body,
-        timeout_s=_CLEAR_WITHIN_S,
-        token_file=token_file,
-    )
-    _say(json, {"tenant": name, **body}, f"{name} has a limit of {format_size(limit_bytes)}")
+    """Limit the memory that a tenant may use. Kept over restarts."""
+    zero = "0 means that nothing is stored"
+    name, nbytes = _tenant_and_size(tenant, size, salt_stdin, "limit", zero)
+    _change(name, "limit", nbytes, http, token_file, json)
+
+
+@app.command("unset-quota")
+def unset_quota(
+    tenant: Tenant = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Give a tenant the default quota again."""
+    _change(named(tenant, salt_stdin), "quota", None, http, token_file, json)
+
+
+@app.command("unset-limit")
+def unset_limit(
+    tenant: Tenant = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Give a tenant the default limit again."""
+    _change(named(tenant, salt_stdin), "limit", None, http, token_file, json)
+
+
+def _change(
+    tenant: str, what: str, nbytes: int | None, http: str, token_file: Path | None, json: bool
+) -> None:
+    """Sets a tenant's quota or limit, or with None the default again. A lower limit evicts."""
+    body = {f"{what}_bytes": nbytes}
+    within_s = _CLEAR_WITHIN_S if what == "limit" else None
+    ask(http, f"/v1/tenants/{tenant}/{what}", "PUT", body, within_s, token_file)
+    has = f"the default {what}" if nbytes is None else f"a {what} of {format_size(nbytes)}"
+    _say(json, {"tenant": tenant, **body}, f"{tenant} has {has}")
 
 
 def _tenant_and_size(
     tenant: str | None, size: str | None, salt_stdin: bool, what: str, zero: str
 ) -> tuple[str, int]:
-    """The tenant and the number of bytes. With --salt-stdin the tenant is left out, and the first
-    word is the size."""
+    """The tenant and the number of bytes. With --salt-stdin the first word is the size."""
     words = [word for word in (tenant, size) if word is not None]
     for word in words:
         if re.match(r"-[^0-9.]", word):
@@ -156,42 +168,6 @@ def _tenant_and_size(
     return named(None if salt_stdin else words[0], salt_stdin), nbytes
 
 
-@app.command("unset-quota")
-def unset_quota(
-    tenant: Tenant = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Give a tenant the default quota again."""
-    name = named(tenant, salt_stdin)
-    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": None}, token_file=token_file)
-    _say(json, {"tenant": name, "quota_bytes": None}, f"{name} has the default quota")
-
-
-@app.command("unset-limit")
-def unset_limit(
-    tenant: Tenant = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Give a tenant the default limit again."""
-    name = named(tenant, salt_stdin)
-    body = {"limit_bytes": None}
-    ask(
-        http,
-        f"/v1/tenants/{name}/limit",
-        "PUT",
-        body,
-        timeout_s=_CLEAR_WITHIN_S,
-        token_file=token_file,
-    )
-    _say(json, {"tenant": name, **body}, f"{name} has the default limit")
-
-
 @app.command("clear")
 def clear(
     tenant: Tenant = None,
@@ -202,13 +178,7 @@ def clear(
 ) -> None:
     """Take all blocks of a tenant out of use."""
     name = named(tenant, salt_stdin)
-    said = ask(
-        http,
-        f"/v1/tenants/{name}/blocks",
-        "DELETE",
-        timeout_s=_CLEAR_WITHIN_S,
-        token_file=token_file,
-    )
+    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", None, _CLEAR_WITHIN_S, token_file)
     _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
 
 
@@ -220,31 +190,23 @@ def clear_all(
     json: Json = False,
 ) -> None:
     """Take all blocks of all tenants out of use."""
-    if not yes and not (
-        sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)
-    ):
-        raise SettingsError(
-            "nothing was cleared", "say --yes if every block of every tenant is meant"
-        )
-    said = ask(
-        http,
-        "/v1/blocks?confirm=everything",
-        "DELETE",
-        timeout_s=_CLEAR_WITHIN_S,
-        token_file=token_file,
-    )
+    asks = sys.stdin.isatty() and not yes
+    if not yes and not (asks and typer.confirm("Take every block out of use?", err=True)):
+        raise SettingsError("nothing was cleared", "use --yes to clear every block of every tenant")
+    path = "/v1/blocks?confirm=everything"
+    said = ask(http, path, "DELETE", None, _CLEAR_WITHIN_S, token_file)
     _say(json, said, _out_of_use(said["blocks"]))
 
 
 @app.command("id")
 def show_id(json: Json = False) -> None:
-    """Print the tenant id of a salt that is read from stdin (or typed unseen)."""
+    """Print the tenant id of a salt that is read from stdin (or typed without echo)."""
     tenant = tenant_of(read_salt())
     _say(json, {"tenant": tenant}, tenant)
 
 
 def named(tenant: str | None, salt_stdin: bool) -> str:
-    """The tenant that is meant. What is no id is not quoted: it may be a salt."""
+    """The tenant's id. An invalid id is not quoted in the error: it may be a salt."""
     if (tenant is not None) == salt_stdin:
         raise SettingsError("expected either TENANT or --salt-stdin")
     if tenant is None:
@@ -254,13 +216,14 @@ def named(tenant: str | None, salt_stdin: bool) -> str:
             "bad_tenant",
             "a tenant is named `default` or `t-` and 32 hex digits",
             field="tenant",
-            hint="if that was a salt, give it on stdin with --salt-stdin: on the command line others can see it",
+            hint="if that was a salt, give it on stdin with --salt-stdin: other users can see the "
+            "command line",
         )
     return tenant
 
 
 def read_salt() -> str:
-    """From stdin, without the line end; from a terminal unseen."""
+    """From stdin, without the line end; from a terminal without echo."""
     if sys.stdin.isatty():
         salt = getpass.getpass("salt: ")
     else:
@@ -280,18 +243,8 @@ def read_salt() -> str:
 
 def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """Columns and rows of a table of tenants."""
-    columns = (
-        "tenant",
-        "blocks",
-        "usage",
-        "quota",
-        "limit",
-        "own",
-        "lookups",
-        "blocks hit",
-        "missed",
-        "tokens loaded",
-    )
+    columns = ["tenant", "blocks", "usage", "quota", "limit", "own"]
+    columns += ["lookups", "blocks hit", "missed", "tokens loaded"]
     return columns, [
         (
             t["tenant"],
@@ -311,9 +264,8 @@ def _quota_shown(tenant: dict[str, Any]) -> str | None:
     in_force, was_set = tenant["quota_bytes"], tenant["set_quota_bytes"]
     if in_force is None:
         return None
-    return format_size(in_force) + (
-        f" (set: {format_size(was_set)})" if was_set not in (None, in_force) else ""
-    )
+    is_lower = was_set not in (None, in_force)
+    return format_size(in_force) + (f" (set: {format_size(was_set)})" if is_lower else "")
 
 
 def _out_of_use(blocks: int, whose: str = "") -> str:

@@ -85,7 +85,8 @@ class Connections:
         self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, Peer] = {}  # in the order of their turns
-        self._held_bytes = self._accepted = 0
+        self.held_bytes = 0  # of incomplete messages and unread replies
+        self._accepted = 0
         self._problems = ProblemLog(clock)
         self._trust = self._authority.trust
         self._listens = True
@@ -272,9 +273,9 @@ class Connections:
 
     def _count(self, peer: Peer) -> None:
         held_bytes = peer.stream.held_bytes
-        self._held_bytes += held_bytes - peer.held_bytes
+        self.held_bytes += held_bytes - peer.held_bytes
         peer.held_bytes = held_bytes
-        while self._held_bytes > MOST_BYTES_HELD:
+        while self.held_bytes > MOST_BYTES_HELD:
             self._counters.connection_resets += 1
             most = format_size(MOST_BYTES_HELD)
             closed = f"half messages and replies take more than {most}; a connection is closed"
@@ -290,7 +291,7 @@ class Connections:
         if peer.stream.first and not peer.token:
             self._strangers.note(peer.where, peer.address, recognise(peer.stream.first))
         self._ready.pop(descriptor, None)
-        self._held_bytes -= peer.held_bytes
+        self.held_bytes -= peer.held_bytes
         self._epoll.unregister(descriptor)
         peer.stream.close()
 

@@ -1,12 +1,11 @@
 """A whole server inside the engine's process: no sockets and no HTTP, but the same service, store
 and pool.
 
-    connection ── transport.send ──► service.handle ──► store      requests: one thread at a time, under one lock
-         └──────── copies ─────────► pool in shared memory         blocks: by the clients themselves, as with a daemon
+    connection ── transport.send ──► service.handle ──► store    requests: one at a time, by a lock
+         └──────── copies ─────────► pool in shared memory       blocks: clients copy, as usual
 
-A request has been answered when `send` returns. A forked child does no harm: it reaches no server
-and closes none. A process that was killed leaves its pool behind; the next one to start removes it.
-"""
+A request has been answered when `send` returns. A forked child can neither use nor close the
+server. A process that was killed leaves its pool behind; the next one to start removes it."""
 
 from __future__ import annotations
 
@@ -44,11 +43,10 @@ _LEFT_BEHIND_S = 5  # a pool younger than that may only not have its lock yet
 
 
 class EmbeddedServer:
-    """Serves connections of this process until `close`, the end of its last user, or that of the
-    process.
+    """Serves connections of this process until `close`, garbage collection, or the process's end.
 
-    Memory beyond the pool's first segment comes in the background. When `ready`, all is there, or
-    `degraded` says why not. Whoever has the `turn` may touch service and store."""
+    Memory beyond the pool's first segment is allocated in the background. When `ready` is set all
+    of it is there, or `degraded` says why not. The lock `turn` protects service and store."""
 
     def __init__(
         self, pool_bytes: int, directory: Path = Path("/dev/shm"), slab_bytes: int | None = None
@@ -67,14 +65,13 @@ class EmbeddedServer:
         self.store = Store(pool.pool_bytes, pool.slab_bytes, limits, presence=pool.make_presence())
         self.store.add_slabs(0, pool.filled_bytes // pool.slab_bytes)
         place = PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
-        held = (
+        wire = WireLimits(
+            _FRAME_BYTES,
             limits.blocks_per_request,
             limits.leases_per_session,
             limits.writing_blocks_per_session,
         )
-        self.service = Service(
-            self.store, pool.segments, place, WireLimits(_FRAME_BYTES, *held), epoch, pool.watch
-        )
+        self.service = Service(self.store, pool.segments, place, wire, epoch, pool.watch)
         _servers.add(self)
         threading.Thread(target=self._fill, name="kvkeep-fill", daemon=True).start()
 
@@ -88,26 +85,21 @@ class EmbeddedServer:
         return not self._over and os.getpid() == self._pid
 
     def transport(self) -> EmbeddedTransport:
-        """A connection's way to this server. Each connection needs its own."""
+        """A transport to this server. Each connection needs its own."""
         return EmbeddedTransport(self)
 
     def connection(self, shape: BlockShape, options: ClientOptions | None = None) -> Connection:
         """A connection for an adapter or a cache, with a name in place of an address."""
-        named = dataclasses.replace(
-            options or ClientOptions(), address=f"inproc://{self.pool.directory.name}"
-        )
+        address = f"inproc://{self.pool.directory.name}"
+        named = dataclasses.replace(options or ClientOptions(), address=address)
         return Connection(shape, named, self.transport())
 
     def handle(self, frames: Sequence[Any], inbox: deque[list[bytes]]) -> bool:
-        """Carries out one request and puts the reply into the inbox. False if nobody serves any
-        more."""
-        if (
-            not self.serving
-        ):  # first: in a forked child the lock may be one that nobody will ever let go of
+        """Carries out one request and puts the reply into the inbox. False if the server is closed,
+        or this is a forked child."""
+        if not self.serving:  # first: in a forked child the lock may never be released
             return False
-        request = [
-            bytes(frame) for frame in frames
-        ]  # as from a network: neither side has the other's memory
+        request = [bytes(frame) for frame in frames]  # copied, as by a network
         with self.turn:
             if self._over:
                 return False
@@ -122,8 +114,8 @@ class EmbeddedServer:
         return True
 
     def close(self) -> None:
-        """Ends all sessions and removes the pool. Calls fail from now on; copies under way have
-        mappings of their own and end in memory that nobody else has."""
+        """Ends all sessions and removes the pool. Calls fail from now on; copies under way use
+        mappings of their own, which no new server gets."""
         if not self.serving:
             return
         self._over = True
@@ -151,8 +143,8 @@ class EmbeddedServer:
 
 
 class EmbeddedTransport:
-    """A Transport. Safe to use from several threads; closing it takes no lock, so the garbage
-    collector may."""
+    """A Transport. Safe to use from several threads; the garbage collector may close it, since that
+    takes no lock."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self._server = server
@@ -188,9 +180,7 @@ class EmbeddedTransport:
     def close(self) -> None:
         self._closed = True
         self._inbox.clear()
-        self._server.next_check_ms = (
-            0  # a session that was dropped without Goodbye ends with the next request
-        )
+        self._server.next_check_ms = 0  # the next request ends a session without Goodbye
 
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -203,33 +193,29 @@ def _close_all() -> None:
 
 
 def _make_pool(pool_bytes: int, directory: Path, slab_bytes: int, epoch: int) -> Pool:
-    """A pool of a name that nobody else has, with its first segment."""
+    """A pool with a unique name and its first segment."""
     if pool_bytes < slab_bytes:
-        problem = f"a pool of {format_size(pool_bytes)} has no room for one slab of {format_size(slab_bytes)}"
+        pool, slab = format_size(pool_bytes), format_size(slab_bytes)
+        problem = f"a pool of {pool} has no room for one slab of {slab}"
         raise PoolError(problem, "use a larger kv_offloading_size")
-    _remove_what_others_left(directory)
+    _remove_deserted_pools(directory)
+    name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        pool = Pool(
-            directory,
-            f"embedded-{os.getpid()}-{secrets.token_hex(4)}",
-            pool_bytes,
-            slab_bytes,
-            epoch,
-        )
+        made = Pool(directory, name, pool_bytes, slab_bytes, epoch)
         with contextlib.ExitStack() as undo:
-            undo.callback(pool.close)
-            pool.fill_next()
+            undo.callback(made.close)
+            made.fill_next()
             undo.pop_all()
-    except PoolError as error:  # whose hints name flags of the daemon
+    except PoolError as error:  # its hint names flags of the daemon
         larger = f"make {directory} or the memory limit larger (in Docker: --shm-size, --memory)"
         hint = f"use a smaller kv_offloading_size, or {larger}"
         raise PoolError(error.message, hint) from error
-    return pool
+    return made
 
 
-def _remove_what_others_left(directory: Path) -> None:
-    """Pools of processes that were killed: who can own one finds it deserted, and owning it empties
-    it."""
+def _remove_deserted_pools(directory: Path) -> None:
+    """Removes pools of processes that were killed: only a deserted one can be owned, and owning it
+    empties it."""
     for path in directory.glob("kvkeep-embedded-*"):
         with contextlib.suppress(PoolError, OSError):
             if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:

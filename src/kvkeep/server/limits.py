@@ -1,9 +1,9 @@
-"""What one client may do a second, and how many sessions it may have: so that none can slow the
-others.
+"""Rate limits of sessions, and how many sessions one client may have, so that no client can slow
+the others.
 
-A session that asks too fast is refused, at once and cheaply, and nobody waits for it. Buckets hold
-one second's worth: who was quiet may hurry for a moment. What a session has used up stays used up
-when it ends: the client's next session goes on from there."""
+A session that asks too fast is refused at once, and delays no other. A bucket holds one second's
+worth, so a quiet session may burst. What a session has used up stays used up when it ends: the
+client's next session continues with the same buckets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.errors import RequestError
 
 
 class Bucket:
-    """So many a second, as many at once. The clock is the caller's, and may jump: backwards it
-    stands still."""
+    """A token bucket: `per_second` a second, as many at once. The caller's clock may jump; backwards
+    it counts as standing still."""
 
     def __init__(self, per_second: float, now_ms: int) -> None:
         self._per_second = per_second
@@ -25,7 +25,7 @@ class Bucket:
         self._at_ms = now_ms
 
     def refill(self, now_ms: int) -> float:
-        """What is in it now; below zero where more was taken than there was."""
+        """The level now; below zero if more was taken than there was."""
         elapsed_ms, self._at_ms = max(0, now_ms - self._at_ms), now_ms
         self._level = min(self._per_second, self._level + elapsed_ms * self._per_second / 1000)
         return self._level
@@ -34,13 +34,13 @@ class Bucket:
         return self.refill(now_ms) >= self._per_second
 
     def take(self, amount: float) -> None:
-        """Takes it whether or not it is there; what is missing has to come back first."""
+        """Takes the amount even if it is not there: later requests wait for the debt."""
         self._level -= amount
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Limits for each client. None: without."""
+    """Limits for each client. None: no limit."""
 
     sessions_per_client: int | None = None
     requests_per_second: int | None = None
@@ -48,12 +48,12 @@ class ClientLimits:
 
 
 NO_LIMITS: Final = ClientLimits()
-# with keys there are no more than sessions; who lies about its process could make any number
+# Without TLS a client that lies about its process could cause any number.
 _PACES_RESTING = 1024
 
 
 class Pace:
-    """How fast one session goes."""
+    """The buckets of one session."""
 
     def __init__(self, limits: ClientLimits = NO_LIMITS, now_ms: int = 0) -> None:
         requests, network_bytes = limits.requests_per_second, limits.network_bytes_per_second
@@ -73,12 +73,12 @@ class Pace:
         self._requests.take(1)
 
     def check_network(self, now_ms: int) -> None:
-        """`too_fast` while bytes that were moved are more than may be. A message that is let
-        through is so whole: the debt it leaves is waited for by the next."""
+        """`too_fast` while the session has moved more bytes than it may. A message passes whole: the
+        next one waits for the debt."""
         if self._network is not None and self._network.refill(now_ms) <= 0:
             raise RequestError(
                 "too_fast",
-                "this session has moved more bytes through the socket than it may in a second",
+                "this session has sent or fetched more bytes than it may in a second",
                 field="bytes",
                 hint="slow down, or raise --max-network-rate",
             )
@@ -88,32 +88,31 @@ class Pace:
             self._network.take(nbytes)
 
     def is_rested(self, now_ms: int) -> bool:
-        """Whether it is as good as new."""
-        return all(
-            bucket is None or bucket.is_full(now_ms) for bucket in (self._requests, self._network)
-        )
+        """Whether all its buckets are full."""
+        buckets = (self._requests, self._network)
+        return all(bucket is None or bucket.is_full(now_ms) for bucket in buckets)
 
 
 def client_of(key: str, pid: int) -> str | int:
-    """Who counts as one client: a key; where there are none, a process, by the number it gives
-    itself: of use against one that runs wild, not against one that lies."""
+    """What counts as one client: a key; without TLS a process, by the pid that it gives, which
+    helps against a runaway process and not against one that lies."""
     return key or pid
 
 
 class Paces:
-    """Paces of sessions that ended, by client, until they are rested. Goodbye and Hello do not make
-    anybody faster."""
+    """Paces of ended sessions, by client, until their buckets are full again: reconnecting does not
+    refill them."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self._limits = limits
-        self._resting: OrderedDict[int, tuple[str | int, Pace]] = OrderedDict()  # longest first
+        self._resting: OrderedDict[int, tuple[str | int, Pace]] = OrderedDict()  # oldest first
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._resting)
 
     def begin(self, client: str | int, now_ms: int) -> Pace:
-        """For a new session: one that this client has used, if there is one that has not rested.
+        """The pace of a new session: that of an ended session of this client, if there is one.
         Hello counts as a request: `too_fast` if there were too many."""
         self._forget_rested(now_ms)
         for number, (owner, pace) in self._resting.items():
@@ -126,7 +125,7 @@ class Paces:
         return pace
 
     def end(self, client: str | int, pace: Pace, now_ms: int) -> None:
-        """Takes back that of a session that ended."""
+        """Keeps the pace of a session that ended."""
         self._forget_rested(now_ms)
         if pace.is_rested(now_ms):
             return
@@ -136,7 +135,8 @@ class Paces:
             self._resting.popitem(last=False)
 
     def _forget_rested(self, now_ms: int) -> None:
-        """From the oldest on. One with a debt keeps those behind it, which does no harm."""
+        """Forgets full ones, from the oldest on. One with a debt keeps those behind it, which does
+        no harm."""
         while self._resting:
             number, (_, pace) = next(iter(self._resting.items()))
             if not pace.is_rested(now_ms):
@@ -145,7 +145,7 @@ class Paces:
 
 
 class Owned(Protocol):
-    """A session, as far as it matters whose it is."""
+    """A session's owner."""
 
     key: str
     pid: int

@@ -1,9 +1,8 @@
-"""The network data plane, server side: the daemon itself moves blocks between the pool and a client
-elsewhere.
+"""The network data plane, server side: the daemon moves blocks between the pool and a client on
+another host.
 
-Slower than shared memory, and right in the same way: bytes that come are checked against the
-checksums that the client took of them before the block becomes visible; bytes that leave are
-checked where they arrive."""
+Bytes that arrive are checked against the client's checksums before the block becomes visible; the
+client checks the bytes that it fetches."""
 
 from __future__ import annotations
 
@@ -73,8 +72,8 @@ def fetch(
 
 
 def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: PoolMemory) -> int:
-    """Writes the payload frames into the write's slots. Nothing is visible before CompleteStore.
-    Returns bytes."""
+    """Writes the payload frames into the write's slots. No block is visible before CompleteStore.
+    Returns the number of bytes."""
     write = _write(session, request.write)
     if request.start < 0 or not payload or request.start + len(payload) > len(write.slots):
         raise RequestError(
@@ -94,38 +93,34 @@ def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: 
     for position, frame in enumerate(payload, request.start):
         area = memory.view(int(write.slots[position]) + at, nbytes)
         area[:] = np.frombuffer(frame, dtype=np.uint8)
-        write.checksums[position] = checksum(
-            area
-        )  # now, a message at a time: CompleteStore only compares
+        write.checksums[position] = checksum(area)  # now: CompleteStore only compares
         write.arrived[position] = True
     return nbytes * len(payload)
 
 
 def check_arrived(session: ServerSession, number: int, checksums: NDArray[np.uint64]) -> None:
-    """Raises unless every block of the write has come and has the checksum that the client took."""
+    """Raises unless every block of the write has arrived with the client's checksum."""
     write = _write(session, number)
     if not write.arrived.all():
         raise RequestError(
             "incomplete_write",
-            f"{int((~write.arrived).sum())} of {len(write.slots)} blocks have not come",
+            f"{int((~write.arrived).sum())} of {len(write.slots)} blocks have not arrived",
             field="write",
         )
     count = min(len(checksums), len(write.checksums))  # the store refuses a wrong number of them
     differ = (checksums[:count] != write.checksums[:count]) & (checksums[:count] != ABSENT)
     if differ.any():
         raise RequestError(
-            "bad_checksum", "the bytes that came are not those that were sent", field="checksums"
+            "bad_checksum", "the bytes that arrived are not those that were sent", field="checksums"
         )
 
 
 def end_aged(session: ServerSession, store: Store, given_before_ms: int, now_ms: int) -> int:
-    """Ends leases and writes that the session was given before that time, however often it has used
-    them: else one Fetch a minute would keep blocks in the pool for ever. Returns how many; some
-    hundreds at most, the oldest first."""
-    leases, writes = (
-        _aged(session.network_leases, given_before_ms),
-        _aged(session.network_writes, given_before_ms),
-    )
+    """Ends leases and writes that were given before that time, even if they are in use: otherwise
+    one Fetch a minute would keep blocks in the pool for ever. Returns how many; some hundreds at
+    most, the oldest first."""
+    leases = _aged(session.network_leases, given_before_ms)
+    writes = _aged(session.network_writes, given_before_ms)
     for lease in leases:
         del session.network_leases[lease]
         store.release(session.number, lease, now_ms)

@@ -36,8 +36,7 @@ class KeptQuotas:
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What is not set is left out: a file without limits can be read by a server that knows
-    none."""
+    """What is not set is left out, so that an earlier release can read a file without limits."""
 
     version: int
     tenants: dict[str, int]
@@ -58,8 +57,7 @@ class QuotaFile:
         self.path = path
 
     def load(self) -> KeptQuotas:
-        """What is kept; nothing if there is no file. SettingsError if there is one that cannot be
-        trusted."""
+        """What is kept; nothing without a file. SettingsError if the file is invalid."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -75,25 +73,19 @@ class QuotaFile:
             for kind, by_tenant in (("quota", kept.tenants), ("limit", kept.limits)):
                 for tenant, nbytes in by_tenant.items():
                     if not is_tenant(tenant) or nbytes < 0:
-                        raise msgspec.ValidationError(
-                            f"{tenant!r}: {nbytes} is no {kind} of a tenant"
-                        )
-            for kind, default in (
-                ("quota", kept.default_bytes),
-                ("limit", kept.default_limit_bytes),
-            ):
+                        raise msgspec.ValidationError(f"{tenant!r}: {nbytes} is not a {kind}")
+            for default in (kept.default_bytes, kept.default_limit_bytes):
                 if default is not None and default < 0:
-                    raise msgspec.ValidationError(f"{default} is no default {kind}")
+                    raise msgspec.ValidationError(f"{default} is not a size")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SettingsError(
                 f"{self.path} cannot be read: {error}",
-                "mend it, or remove it to start without the quotas kept there",
+                "repair it, or remove it to start without the quotas kept there",
             ) from error
         return KeptQuotas(**{name: getattr(kept, name) for name in _KEPT})
 
     def check_writable(self) -> None:
-        """Makes the directory. SettingsError if no file can be made in it: better now than at the
-        first change."""
+        """Makes the directory. SettingsError at the start if no file can be made in it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=self.path.parent):
@@ -105,21 +97,21 @@ class QuotaFile:
             ) from error
 
     def save(self, quotas: KeptQuotas) -> None:
-        """Replaces the file. OSError if that fails; then the old one is still there."""
+        """Replaces the file. OSError if that fails, and then the old one stays."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = self.path.with_suffix(".new")
         data = msgspec.json.format(
             msgspec.json.encode(_File(1, **{name: getattr(quotas, name) for name in _KEPT}))
         )
         with open(draft, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)  # who has how much is the operator's business
+            os.fchmod(file.fileno(), 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(directory)  # or a crash of the host might bring the old name back
+            os.fsync(directory)  # or a crash of the host might restore the old file
         finally:
             os.close(directory)
 
@@ -127,12 +119,12 @@ class QuotaFile:
 def apply_kept(
     store: Store, settings: Settings, kept: KeptQuotas, path: Path, now_ms: int = 0
 ) -> Settings:
-    """Puts the defaults and what is kept in force at start-up. Returns the settings, with kept
-    defaults in them.
+    """Puts the defaults and what is kept in force at start. Returns the settings, with kept defaults
+    in them.
 
-    What no longer fits is in force as far as it does, with a warning; the file stays as it is, so
-    that all of it is in force again with a larger pool. Only a default quota and a pool size that
-    were both given stop the start if they contradict each other."""
+    Quotas that no longer fit are reduced, with a warning; the file stays as it is, so that they are
+    in force again with a larger pool. A given default quota that exceeds a given pool size stops
+    the start."""
     _check_given(settings, kept, store.pool_bytes)
     if kept.default_set:
         settings = _overrule(settings, "default_quota", kept.default_bytes, path)
@@ -152,17 +144,12 @@ def apply_kept(
 
 
 def _check_given(settings: Settings, kept: KeptQuotas, pool_bytes: int) -> None:
-    sources, quota_bytes = settings.sources, settings.default_quota
-    is_auto = settings.pool_size_is_auto
-    if (
-        quota_bytes is not None
-        and quota_bytes > pool_bytes
-        and not kept.default_set
-        and not is_auto
-    ):
+    quota_bytes, source = settings.default_quota, settings.sources.get("default_quota", "default")
+    are_given = not kept.default_set and not settings.pool_size_is_auto
+    if are_given and quota_bytes is not None and quota_bytes > pool_bytes:
         raise SettingsError(
-            f"default_quota = {format_size(quota_bytes)} ({sources.get('default_quota', 'default')}) does not fit a "
-            f"pool of {format_size(pool_bytes)}",
+            f"default_quota = {format_size(quota_bytes)} ({source}) does not fit a pool of "
+            f"{format_size(pool_bytes)}",
             "lower it, or use a larger --pool-size",
         )
 
@@ -171,20 +158,18 @@ def _overrule(settings: Settings, name: str, value: int | None, path: Path) -> S
     """The settings with a default that was set at run time."""
     if settings.sources.get(name, "default") != "default":
         shown = TABLE[name].kind.show(value)
-        log.warning(
-            "%s = %s was set at run time (%s) and overrules the one given", name, shown, path
-        )
+        log.warning("%s = %s was set at run time (%s) and overrides the given", name, shown, path)
     return _with(settings, name, value, f"kept in {path}")
 
 
 def _lower_to_limit(settings: Settings) -> Settings:
-    """Each is fine alone, but one may be kept and the other given: then the limit holds."""
+    """Lowers a default quota that exceeds the default limit: one may be kept, the other given."""
     quota_bytes, limit_bytes = settings.default_quota, settings.default_limit
     if quota_bytes is None or limit_bytes is None or quota_bytes <= limit_bytes:
         return settings
     log.warning(
-        "default_quota = %s (%s) is more than default_limit = %s (%s): the quota in force is the limit. Set them with "
-        "`kvkeep settings set default_quota ...` or `default_limit`",
+        "default_quota = %s (%s) is more than default_limit = %s (%s): the quota in force is the "
+        "limit. Set them with `kvkeep settings set default_quota ...` or `default_limit`",
         *(format_size(quota_bytes), settings.sources.get("default_quota", "default")),
         *(format_size(limit_bytes), settings.sources.get("default_limit", "default")),
     )
@@ -197,13 +182,13 @@ def _with(settings: Settings, name: str, value: int | None, source: str) -> Sett
 
 
 def _warn_of_quotas(store: Store, path: Path) -> None:
-    """Says what of the quotas is not in force, and what helps."""
+    """Warns of quotas that are not in force in full, with the remedy."""
     tenants, pool = store.tenants, format_size(store.pool_bytes)
     default_bytes = tenants.default_quota_bytes
     if default_bytes is not None and default_bytes > store.pool_bytes:
         log.warning(
-            "default_quota = %s does not fit a pool of %s: the quota in force is the pool. Lower it, or use a larger "
-            "--pool-size",
+            "default_quota = %s does not fit a pool of %s: the quota in force is the pool. Lower "
+            "it, or use a larger --pool-size",
             format_size(default_bytes),
             pool,
         )
@@ -211,17 +196,11 @@ def _warn_of_quotas(store: Store, path: Path) -> None:
     promised, in_force = tenants.promised_bytes(), sum(tenant.quota_bytes or 0 for tenant in own)
     if tenants.is_scaled:
         log.warning(
-            "the quotas of %d tenants kept in %s are %s together and do not fit a pool of %s: they are scaled down to "
-            "%s together. With a --pool-size of %s they are in force in full; or lower them with `kvkeep tenants "
-            "set-quota`, which `kvkeep tenants list` shows",
-            *(
-                len(own),
-                path,
-                format_size(promised),
-                pool,
-                format_size(in_force),
-                format_size(promised),
-            ),
+            "the quotas of %d tenants kept in %s are %s together and do not fit a pool of %s: they "
+            "are scaled down to %s together. With a --pool-size of %s they are in force in full; "
+            "or lower them with `kvkeep tenants set-quota`, which `kvkeep tenants list` shows",
+            *(len(own), path, format_size(promised)),
+            *(pool, format_size(in_force), format_size(promised)),
         )
     capped = sum(
         tenant.limit_bytes is not None and (tenant.own_quota_bytes or 0) > tenant.limit_bytes
@@ -229,7 +208,8 @@ def _warn_of_quotas(store: Store, path: Path) -> None:
     )
     if capped:
         log.warning(
-            "the quotas of %d tenants are more than default_limit: the quota in force is the limit. Give those tenants "
-            "limits of their own with `kvkeep tenants set-limit`, or lower their quotas",
+            "the quotas of %d tenants are more than default_limit: the quota in force is the limit. "
+            "Give those tenants limits of their own with `kvkeep tenants set-limit`, or lower "
+            "their quotas",
             capped,
         )

@@ -1,9 +1,9 @@
-"""Adopted blocks looked through in the background: is what the pool holds what the index says?
+"""Checks the bytes of adopted blocks in the background.
 
-A seal proves the index, not the bytes; those are proven by whoever loads them, and here, before
-that. One thread takes a few blocks at a time, computes their checksums beside the loop, at the
-lowest priority and resting most of the time. What does not match is looked at again in the loop,
-where nothing changes meanwhile, and dropped if it is bad."""
+A seal proves the index, not the bytes; an engine verifies those when it loads them, and this check
+does so before. One thread takes a few blocks at a time and computes their checksums beside the
+loop, at the lowest priority and resting most of the time. A block that does not match is checked
+again in the loop, where nothing changes meanwhile, and dropped if it is bad."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Scrub:
 
     @property
     def left(self) -> int:
-        """How many blocks have not been looked at."""
+        """How many blocks have not been checked."""
         return len(self._rows) - self._at
 
     def take(self) -> list[Shard]:
-        """The shards of the next few blocks that are still there. Empty when none is left."""
+        """The shards of the next few blocks that still exist. Empty at the end."""
         shards: list[Shard] = []
         nbytes = 0
         while self.left and nbytes < _BYTES_A_TIME and len(shards) < _ROWS_LOOKED_AT:
@@ -74,11 +74,11 @@ class Scrub:
         return shards
 
     def look(self, shards: list[Shard]) -> list[int]:
-        """The positions of blocks that do not match: maybe only because they are others by now."""
+        """The positions of blocks that do not match, perhaps only because they were replaced."""
         return sorted({shard.position for shard in shards if not self._matches(shard)})
 
     def judge(self, positions: list[int]) -> int:
-        """Drops those that are bad. Returns how many left the index, with all that hung on them."""
+        """Drops the bad ones. Returns how many blocks left the index, descendants included."""
         dropped, table = 0, self._store.blocks.table
         for position in positions:
             if self._is_same(position) and not all(map(self._matches, self._shards_of(position))):
@@ -128,7 +128,7 @@ class Scrubber:
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits for the blocks that are being looked at."""
+        """Waits for the blocks that are being checked."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -143,7 +143,7 @@ class Scrubber:
             self._stopping.wait(_REST * (time.monotonic() - started))
 
     def _ask(self, duty: Callable[[], Any]) -> Any:
-        """What the loop answers; None when the server stops before it does."""
+        """The loop's result; None when the server stops first."""
         future = self._run_in_loop(duty)
         while not self._stopping.is_set():
             try:
