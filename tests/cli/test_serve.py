@@ -211,7 +211,7 @@ def test_a_kept_file_that_cannot_be_trusted_stops_the_start(kvkeep: Run, tmp_pat
     kept.parent.mkdir()
     words = ("--state-dir", str(tmp_path), "--name", "small", "--pool-size", "32MiB")
     kept.write_text("{")
-    assert_explained(kvkeep("serve", *FREE_PORTS, *words), str(kept), "mend it")
+    assert_explained(kvkeep("serve", *FREE_PORTS, *words), str(kept), "repair it")
     assert not (SHM / "kvkeep-small").exists()
 
 
