@@ -369,6 +369,19 @@ def test_the_first_recomputes_and_the_others_keep_their_count(rig: Rigs) -> None
     assert r.scheduled == {"r0": 1, "r1": 2, "r2": 2}
 
 
+def test_a_request_that_shares_a_bad_block_does_not_store_it(rig: Rigs) -> None:
+    """The server tells the second request that it has none of the blocks."""
+    r = rig(sync_loads=True)
+    r.cache.hold_lookups = True
+    r.add_stored(8, end=0, fail=[2])
+    r.add(r.prompt(8, end=1))
+    r.cache.answer_now(1)
+    r.cache.most_blocks = 0
+    r.cache.answer_now(2)
+    r.step()
+    assert r.computed() == [2, 8] and not r.engine.has_jobs
+
+
 def test_the_others_wait_while_the_first_needs_several_steps(rig: Rigs) -> None:
     r = sharing(rig, bad=6, max_num_batched_tokens=6)
     assert r.computed() == [6, 8, 8]
