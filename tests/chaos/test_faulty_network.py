@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,16 +44,59 @@ def oracle_blocks(tokens: list[int], salt: str | None) -> np.ndarray:
     return np.array(rows).reshape(-1, BLOCK_BYTES)
 
 
+@dataclass
+class World:
+    """Clients and a server on a simulated network."""
+
+    network: SimulatedNetwork
+    server: SimulatedServer
+    caches: list[Cache]
+
+    @classmethod
+    def of(
+        cls, seed: int = 1, faults: Faults | None = None, clients: int = 1, **options: Any
+    ) -> World:
+        network = SimulatedNetwork(seed, faults or Faults())
+        server = SimulatedServer(options.pop("slots", 64) * 4096, 4 * 4096, **options)
+        network.serve(server.service)
+        caches = [make_cache(network) for _ in range(clients)]
+        for cache in caches:
+            assert cache.connection.wait_until_up(2_000) or faults is not None
+        return cls(network, server, caches)
+
+    def drive(self, rng: random.Random) -> int:
+        """Random puts and gets; checks every byte that comes back. Returns how many blocks did."""
+        got = 0
+        for _ in range(60):
+            cache = rng.choice(self.caches)
+            tokens, salt = random_prompt(rng)
+            expected = oracle_blocks(tokens, salt)
+            if rng.random() < 0.5:
+                cache.put(tokens, expected, salt=salt)
+            else:
+                blocks = cache.get(tokens, salt=salt)
+                assert (blocks == expected[: len(blocks)]).all()
+                got += len(blocks)
+            for each in self.caches:
+                each.connection.poll()
+            self.server.check_integrity()
+        return got
+
+    def settle(self) -> None:
+        """Five seconds without faults: all is delivered, and clients give back what they hold."""
+        self.network.faults = Faults()
+        for _ in range(100):
+            self.network.run_until(self.network.clock.now_ms + 50)
+            for cache in self.caches:
+                cache.connection.poll()
+
+
 def make_cache(network: SimulatedNetwork) -> Cache:
     identity = ModelIdentity(
         model="sim", revision="1", kv_dtype="|u1", block_tokens=BLOCK_TOKENS, content="sim"
     )
-    connection = Connection(
-        BlockShape(identity, (BLOCK_BYTES,)),
-        OPTIONS,
-        transport=network.transport(),
-        clock=network.clock,
-    )
+    shape = BlockShape(identity, (BLOCK_BYTES,))
+    connection = Connection(shape, OPTIONS, transport=network.transport(), clock=network.clock)
     return Cache(connection, identity, (BLOCK_BYTES,), np.dtype(np.uint8))
 
 
@@ -59,44 +104,6 @@ def random_prompt(rng: random.Random) -> tuple[list[int], str | None]:
     """Conversations that begin and branch alike, so that prefixes are shared all the time."""
     tokens = [token for _ in range(rng.randrange(1, 5)) for token in [rng.randrange(2)] * 8]
     return tokens[: rng.randrange(4, 40)], rng.choice([None, "a", "b"])
-
-
-def drive(
-    network: SimulatedNetwork, server: SimulatedServer, caches: list[Cache], rng: random.Random
-) -> int:
-    """Random puts and gets; checks every byte that comes back. Returns how many blocks did."""
-    got = 0
-    for _ in range(60):
-        cache = rng.choice(caches)
-        tokens, salt = random_prompt(rng)
-        expected = oracle_blocks(tokens, salt)
-        if rng.random() < 0.5:
-            cache.put(tokens, expected, salt=salt)
-        else:
-            blocks = cache.get(tokens, salt=salt)
-            assert (blocks == expected[: len(blocks)]).all()
-            got += len(blocks)
-        for each in caches:
-            each.connection.poll()
-        server.check_integrity()
-    return got
-
-
-def settle(network: SimulatedNetwork, caches: list[Cache], for_ms: int = 5_000) -> None:
-    """Lets a now faultless network deliver everything, and clients give back what they lost track
-    of."""
-    network.faults = Faults()
-    for _ in range(for_ms // 50):
-        network.run_until(network.clock.now_ms + 50)
-        for cache in caches:
-            cache.connection.poll()
-
-
-def assert_nothing_leaked(server: SimulatedServer) -> None:
-    for number, session in server.store.sessions.items():
-        assert not session.leases, f"session {number} still holds leases"
-        assert not session.writes, f"session {number} still holds slots"
-    server.check_integrity()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -107,77 +114,57 @@ def test_right_or_missing_under_faults(seed: int) -> None:
         corruption=rng.choice([0.0, 0.02, 0.1]),
         delay_ms=(0, rng.choice([0, 20, 150, 400])),
     )
-    network = SimulatedNetwork(seed, faults)
-    server = SimulatedServer(64 * 4096, 4 * 4096)
-    network.serve(server.service)
-    caches = [make_cache(network) for _ in range(3)]
-    for cache in caches:
-        cache.connection.wait_until_up(2_000)
-    drive(network, server, caches, rng)
-    settle(network, caches)
-    assert_nothing_leaked(server)
+    world = World.of(seed, faults, clients=3)
+    world.drive(rng)
+    world.settle()
+    for number, session in world.server.store.sessions.items():
+        assert not session.leases, f"session {number} still holds leases"
+        assert not session.writes, f"session {number} still holds slots"
+    world.server.check_integrity()
 
 
 def test_a_faultless_network_gives_hits() -> None:
-    """The oracle above would pass if nothing ever hit; without faults plenty does."""
-    network = SimulatedNetwork(1, Faults(delay_ms=(0, 5)))
-    server = SimulatedServer(256 * 4096, 4 * 4096)
-    network.serve(server.service)
-    caches = [make_cache(network) for _ in range(2)]
-    for cache in caches:
-        assert cache.connection.wait_until_up(2_000)
-    assert drive(network, server, caches, random.Random(1)) > 40
+    """Without this the test above would pass if nothing ever hit."""
+    world = World.of(faults=Faults(delay_ms=(0, 5)), clients=2, slots=256)
+    assert world.drive(random.Random(1)) > 40
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_server_that_is_replaced_is_found_again(seed: int) -> None:
-    rng = random.Random(seed)
-    network = SimulatedNetwork(seed, Faults(delay_ms=(0, 20)))
-    first = SimulatedServer(64 * 4096, 4 * 4096, epoch=1)
-    network.serve(first.service)
-    cache = make_cache(network)
-    assert cache.connection.wait_until_up(2_000)
-    drive(network, first, [cache], rng)
-    network.serve(None)  # it is gone: everything misses, nothing raises
+    world = World.of(seed, Faults(delay_ms=(0, 20)), epoch=1)
+    [cache] = world.caches
+    world.drive(random.Random(seed))
+    world.network.serve(None)  # it is gone: everything misses, nothing raises
     tokens = list(range(16))
     assert cache.put(tokens, oracle_blocks(tokens, None)) == 0
     assert len(cache.get(tokens)) == 0
-    second = SimulatedServer(64 * 4096, 4 * 4096, epoch=2)
-    network.serve(second.service)
-    settle(network, [cache])
-    assert cache.connected
-    assert cache.connection.epoch == 2
+    world.network.serve(SimulatedServer(64 * 4096, 4 * 4096, epoch=2).service)
+    world.settle()
+    assert cache.connected and cache.connection.epoch == 2
     assert cache.put(tokens, oracle_blocks(tokens, None)) == 4
     assert (cache.get(tokens) == oracle_blocks(tokens, None)).all()
 
 
 def test_the_breaker_answers_at_once_and_closes_again() -> None:
-    network = SimulatedNetwork(1)
-    server = SimulatedServer(64 * 4096, 4 * 4096)
-    network.serve(server.service)
-    cache = make_cache(network)
-    assert cache.connection.wait_until_up(2_000)
-    network.faults = Faults(loss=1.0)
-    cache.get(list(range(8)))
-    before_ms = network.clock.now_ms
-    assert len(cache.get(list(range(8)))) == 0
-    assert network.clock.now_ms == before_ms, "an open breaker does not wait"
+    world, tokens = World.of(), list(range(8))
+    [cache] = world.caches
+    world.network.faults = Faults(loss=1.0)
+    cache.get(tokens)
+    before_ms = world.network.clock.now_ms
+    assert len(cache.get(tokens)) == 0
+    assert world.network.clock.now_ms == before_ms, "an open breaker does not wait"
     assert cache.connection.counters.failures["breaker_open"] >= 1
-    settle(network, [cache])
+    world.settle()
     assert not cache.connection.breaker.is_open
-    tokens = list(range(8))
     assert cache.put(tokens, oracle_blocks(tokens, None)) == 2
 
 
 def test_a_silent_client_elsewhere_is_ended_and_its_leases_with_it() -> None:
-    network = SimulatedNetwork(1)
-    server = SimulatedServer(64 * 4096, 4 * 4096, network_timeout_ms=1_000)
-    network.serve(server.service)
-    cache = make_cache(network)
-    assert cache.connection.wait_until_up(2_000)
+    world = World.of(network_timeout_ms=1_000)
+    clock, server = world.network.clock, world.server
     assert len(server.store.sessions) == 1
-    network.run_until(network.clock.now_ms + 5_000)
-    assert server.service.end_dead_sessions(network.clock.now_ms) == 1
+    world.network.run_until(clock.now_ms + 5_000)
+    assert server.service.end_dead_sessions(clock.now_ms) == 1
     assert not server.store.sessions
-    settle(network, [cache])
-    assert cache.connected, "a client that was only slow comes back by itself"
+    world.settle()
+    assert world.caches[0].connected, "a client that was only slow comes back by itself"

@@ -1,15 +1,11 @@
-"""What attackers have: raw connections, a relay that listens in, any certificate. And a server to
+"""What attackers have: raw connections, a relay that records, any certificate. And a server to
 attack."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,19 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+import clients
+from engines import eventually
 
+import kvkeep
 from kvkeep.cli.certificates import Issued
 from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
-from kvkeep.client.options import ClientOptions
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context
 from kvkeep_lab.simulation.peer import Peer
 
 _PATIENCE_S = 10.0  # ends a test that has failed
-# of this host, and without the Unix socket by which its engines reach the server otherwise
+# An address of this host at which the server has no Unix socket.
 HOST = "127.0.0.2"
 
 # The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler.
@@ -42,7 +39,7 @@ def greeting(mechanism: bytes) -> bytes:
 
 @dataclass
 class Fortress:
-    """A server with certificates and a token, and all that its operator has."""
+    """A server with certificates and a token, and the files of its operator."""
 
     server: ServerProcess
     keys: Path
@@ -60,7 +57,10 @@ class Fortress:
         return sum(self.failures().values())
 
     def add_client(self, name: str, tenants: str = "") -> None:
+        """Authorizes one more client, and waits until the server knows."""
         make(self.keys, [name], tenants)
+        count = len(list((self.keys / "authorized").glob("*.client")))
+        assert eventually(lambda: f"{count} names" in self.server.log())
 
     def authority(self) -> Issued:
         """The operator's own CA."""
@@ -69,11 +69,14 @@ class Fortress:
     def files(self, name: str = "engine") -> TlsFiles:
         return TlsFiles(self.keys / f"{name}.pem", self.keys / f"{name}.key", self.keys / "ca.pem")
 
-    def options(self, name: str = "engine", **more: Any) -> ClientOptions:
-        """What a client of that name is told."""
+    def tls(self, name: str = "engine") -> dict[str, str]:
+        """The options of a client of that name."""
         files = self.files(name)
-        tls = {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}
-        return ClientOptions(address=more.pop("address", None) or self.address, **tls, **more)
+        return {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}
+
+    def cache(self, name: str = "engine", **more: Any) -> kvkeep.Cache:
+        address = more.pop("address", None) or self.address
+        return clients.connect(address, **self.tls(name), **more)
 
     def knock(self, name: str = "engine") -> Knock:
         """A connection with the certificate of that client."""
@@ -92,26 +95,26 @@ class Fortress:
 @contextlib.contextmanager
 def fortress(directory: Path, *flags: str) -> Iterator[Fortress]:
     made = make(directory, ["engine"], "", True, (HOST,))
-    secure = [
-        word
-        for name, value in made["server"].items()
-        for word in ("--" + name.replace("_", "-"), value)
-    ]
-    own = (
-        "--pool-size",
-        "16MiB",
-        "--session-check-interval",
-        "50ms",
-        "--address",
-        "tcp://0.0.0.0:0",
-    )
-    with ServerProcess(*own, *secure, *flags) as server:
+    own = ("--session-check-interval", "50ms", "--address", "tcp://0.0.0.0:0")
+    with ServerProcess("--pool-size", "16MiB", *own, *flags_of(made["server"]), *flags) as server:
         yield Fortress(server, directory, Path(made["server"]["admin_token"]))
 
 
+def flags_of(settings: dict[str, str]) -> list[str]:
+    """Settings as flags of `kvkeep serve`."""
+    named = {"--" + name.replace("_", "-"): value for name, value in settings.items()}
+    return [word for pair in named.items() for word in pair]
+
+
+def resident_kib(server: ServerProcess) -> int:
+    """The server's own memory, without the pool."""
+    lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
 class Knock:
-    """A connection of our protocol: over TLS with whatever certificate is in the context, or in the
-    clear. An SSLError if the server's certificate is not to the context's taste."""
+    """A connection that speaks our protocol and reads only when it is told to: over TLS with the
+    certificate of the context, or in the clear. SSLError if the context refuses the server."""
 
     def __init__(self, target: tuple[str, int], context: ssl.SSLContext | None = None) -> None:
         connected = socket.create_connection(target, timeout=_PATIENCE_S)
@@ -212,41 +215,3 @@ def say_raw(target: tuple[str, int], *pieces: bytes, patience_s: float = 10.0) -
         while data := connection.recv(65536):
             heard += data
     return heard
-
-
-OTHER_USER = 65534
-
-
-def as_another_user(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command as a user who is neither root nor the server's."""
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("only root, with setpriv, can act as a second user")
-    become = [
-        "setpriv",
-        f"--reuid={OTHER_USER}",
-        f"--regid={OTHER_USER}",
-        "--clear-groups",
-        "--inh-caps=-all",
-    ]
-    if subprocess.run([*become, command[0], "-c", ""], capture_output=True, check=False).returncode:
-        pytest.skip(f"a second user cannot run {command[0]}")
-    return subprocess.run(
-        [*become, *command], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def keep_tenants(server: ServerProcess, count: int) -> None:
-    """Gives a server that has not started yet so many tenants, for long answers."""
-    assert server.state_dir is not None
-    directory = server.state_dir / server.name
-    directory.mkdir(mode=0o700)
-    kept = {"version": 1, "tenants": {f"t-{number:032x}": 1 for number in range(count)}}
-    (directory / "quotas.json").write_text(json.dumps(kept))
-
-
-def ask_and_never_read(target: tuple[str, int], path: str) -> socket.socket:
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(target)
-    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    return connection

@@ -1,16 +1,16 @@
-"""What the client processes of these tests do: each function is run by name in a process of its
-own.
+"""Clients of a server: connected from the test itself, or each in a process of its own.
 
     python clients.py NAME ADDRESS [ARGUMENT …]
 
-They print one JSON line when they have something to say, and then wait for a line on standard input
-where they must."""
+runs the function of that name, which prints lines of JSON and waits for a line where it must."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,37 +18,41 @@ import numpy as np
 import kvkeep
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.keys import KeyChain, root_key
+from kvkeep.testing.process import JsonProcess
 from kvkeep.wire import messages as m
 
 BLOCK_TOKENS, SHAPE = 4, (2, 512)
 BLOCK_BYTES = 2 * 512 * 4
+SMALL_POOL = ("--pool-size", "1MiB", "--slab-size", "64KiB", "--session-check-interval", "50ms")
+SMALL_POOL_BLOCKS = (1 << 20) // BLOCK_BYTES
 
 
-def connect(address: str, **options: Any) -> kvkeep.Cache:
+def connect(
+    address: str, required: bool = True, wait_ms: int = 300_000, **options: Any
+) -> kvkeep.Cache:
     return kvkeep.connect(
         model="tiny",
         revision="1",
         block_tokens=BLOCK_TOKENS,
         block_shape=SHAPE,
         dtype="float32",
-        required=True,
-        wait_ms=10_000,
-        # What is found is asserted, not how soon on a busy machine.
-        options=ClientOptions(address=address, **{"lookup_deadline_ms": 10_000, **options}),
+        required=required,
+        wait_ms=wait_ms,
+        # Tests assert what is found, not how soon on a busy machine.
+        options=ClientOptions(
+            address=address,
+            **{"lookup_deadline_ms": 20_000, "store_deadline_ms": 20_000, **options},
+        ),
     )
 
 
-def oracle(tokens: list[int], salt: str | None = None) -> np.ndarray:
+def oracle(tokens: Sequence[int], salt: str | None = None) -> np.ndarray:
     """The blocks of a prompt: a pure function of tenant and prefix, so that one wrong byte is
     seen."""
     rows = []
     for stop in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-        seed = repr((salt or "", tokens[:stop])).encode()
-        rows.append(
-            np.frombuffer(hashlib.shake_128(seed).digest(BLOCK_BYTES), dtype=np.float32).reshape(
-                SHAPE
-            )
-        )
+        seed = repr((salt or "", list(tokens[:stop]))).encode()
+        rows.append(np.frombuffer(hashlib.shake_128(seed).digest(BLOCK_BYTES), np.float32))
     return np.array(rows, dtype=np.float32).reshape(-1, *SHAPE)
 
 
@@ -56,85 +60,103 @@ def same(blocks: np.ndarray, expected: np.ndarray) -> bool:
     return blocks.tobytes() == expected[: len(blocks)].tobytes()
 
 
+def stores(cache: kvkeep.Cache, tokens: Sequence[int], salt: str = "") -> int:
+    """How many blocks of the prompt the server took."""
+    return cache.put(tokens, oracle(tokens, salt), salt=salt)
+
+
+def holds(cache: kvkeep.Cache, tokens: Sequence[int], salt: str = "") -> int:
+    """How many blocks of the prompt can be read. Every byte must be right."""
+    blocks = cache.get(tokens, salt=salt)
+    assert same(blocks, oracle(tokens, salt))
+    assert cache.contains(tokens, salt=salt) == len(blocks)
+    return len(blocks)
+
+
+class Client(JsonProcess):
+    """A process that runs one of the functions below."""
+
+    def __init__(self, name: str, *arguments: object, hash_seed: int = 0) -> None:
+        program = [__file__, name, *map(str, arguments)]
+        super().__init__(name, program, os.environ | {"PYTHONHASHSEED": str(hash_seed)})
+
+
+def ask(name: str, *arguments: object, hash_seed: int = 0) -> dict[str, Any]:
+    """What such a process says; it has ended then."""
+    client = Client(name, *arguments, hash_seed=hash_seed)
+    said = client.receive()
+    assert client.end(60) == 0
+    return said
+
+
+# -- in a process of its own
+
+
 def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
 def put(address: str, count: str, salt: str = "") -> None:
-    tokens = list(range(int(count)))
     with connect(address) as cache:
-        say(stored=cache.put(tokens, oracle(tokens, salt), salt=salt))
+        say(stored=stores(cache, range(int(count)), salt))
 
 
 def get(address: str, count: str, salt: str = "") -> None:
-    tokens = list(range(int(count)))
     with connect(address) as cache:
-        blocks = cache.get(tokens, salt=salt)
-        say(blocks=len(blocks), right=same(blocks, oracle(tokens, salt)))
+        say(blocks=holds(cache, range(int(count)), salt))
 
 
-def store_half(address: str, count: str) -> None:
-    """Takes slots, writes half of each block, says so, and never completes."""
-    tokens = list(range(1_000_000, 1_000_000 + int(count)))
-    cache = connect(address)
-    chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
-    chain.extend(tokens)
-    connection = cache.connection
-    assert connection.layout is not None and connection.segments is not None
-    call = connection.call(
-        m.PrepareStore("default", connection.layout.layout, 0, b"", chain.keys()), 5_000
-    )
-    plan = connection.wait(call)
-    assert isinstance(plan, m.Prepared)
-    for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), oracle(tokens), strict=False):
-        half = np.frombuffer(block.tobytes(), np.uint8)[: BLOCK_BYTES // 2]
-        connection.segments.view(slot, len(half))[:] = half
-    say(slots=len(plan.slots) // 8)
-    sys.stdin.readline()
+def later_tokens(count: int | str) -> list[int]:
+    """The prompt that `store_half` and `in_the_middle` store."""
+    return list(range(1_000_000, 1_000_000 + int(count)))
 
 
-def hold_lease(address: str, count: str) -> None:
-    """Looks up and holds the lease, as a worker in the middle of a load does; then reads what is
-    there."""
-    tokens = list(range(int(count)))
-    cache = connect(address)
-    chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
-    chain.extend(tokens)
-    connection = cache.connection
-    assert connection.layout is not None and connection.segments is not None
-    found = connection.wait(
-        connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 5_000)
-    )
-    assert isinstance(found, m.Found)
-    say(blocks=found.blocks)
-    sys.stdin.readline()
-    slots = np.frombuffer(found.slots, "<i8").tolist()
-    read = b"".join(connection.segments.view(slot, BLOCK_BYTES).tobytes() for slot in slots)
-    say(right=read == oracle(tokens).tobytes())
-
-
-def in_the_middle(address: str, what: str, count: str) -> None:
-    """Is in the middle of a copy, of which the server's end is no end: goes on with it when told
-    to."""
-    tokens = (
-        list(range(int(count)))
-        if what == "load"
-        else list(range(1_000_000, 1_000_000 + int(count)))
-    )
-    cache = connect(address, ping_interval_ms=100, reconnect_interval_ms=50)
+def granted(
+    cache: kvkeep.Cache, kind: type[m.Lookup | m.PrepareStore], tokens: Sequence[int]
+) -> list[int]:
+    """The slots that a lookup or a store of the prompt is granted."""
     chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
     chain.extend(tokens)
     connection = cache.connection
     assert connection.layout is not None
-    layout, epoch = connection.layout.layout, connection.epoch
-    ask = {
-        "load": m.Lookup("default", layout, chain.keys()),
-        "store": m.PrepareStore("default", layout, 0, b"", chain.keys()),
-    }
-    answer = connection.wait(connection.call(ask[what], 5_000))
+    begin = (0, b"") if kind is m.PrepareStore else ()
+    asked = kind("default", connection.layout.layout, *begin, chain.keys())
+    answer = connection.wait(connection.call(asked, 20_000))
     assert isinstance(answer, m.Found | m.Prepared)
-    slots = np.frombuffer(answer.slots, "<i8").tolist()
-    with connection.pool(epoch) as pool:
+    slots: list[int] = np.frombuffer(answer.slots, "<i8").tolist()
+    return slots
+
+
+def store_half(address: str, count: str) -> None:
+    """Takes slots, writes half of each block, and never completes the store."""
+    cache, tokens = connect(address), later_tokens(count)
+    slots = granted(cache, m.PrepareStore, tokens)
+    assert cache.connection.segments is not None
+    for slot, block in zip(slots, oracle(tokens), strict=False):
+        half = np.frombuffer(block.tobytes(), np.uint8)[: BLOCK_BYTES // 2]
+        cache.connection.segments.view(slot, len(half))[:] = half
+    say(slots=len(slots))
+    sys.stdin.readline()
+
+
+def hold_lease(address: str, count: str) -> None:
+    """Looks up and holds the lease, as a worker in a load does; then reads the blocks."""
+    cache, tokens = connect(address), range(int(count))
+    slots = granted(cache, m.Lookup, tokens)
+    say(blocks=len(slots))
+    sys.stdin.readline()
+    assert cache.connection.segments is not None
+    views = [cache.connection.segments.view(slot, BLOCK_BYTES) for slot in slots]
+    say(right=b"".join(view.tobytes() for view in views) == oracle(tokens).tobytes())
+
+
+def in_the_middle(address: str, what: str, count: str) -> None:
+    """Is in a copy when the server ends, and goes on with it when told to."""
+    tokens = list(range(int(count))) if what == "load" else later_tokens(count)
+    cache = connect(address, ping_interval_ms=100, reconnect_interval_ms=50)
+    epoch = cache.connection.epoch
+    slots = granted(cache, m.Lookup if what == "load" else m.PrepareStore, tokens)
+    with cache.connection.pool(epoch) as pool:
         assert pool is not None
         views = [pool[0].view(slot, BLOCK_BYTES) for slot in slots]
         say(slots=len(slots))

@@ -34,7 +34,8 @@ torch.set_num_threads(1)
 BLOCK_TOKENS = 4
 POOL = ("--pool-size", "64MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")
 PATIENT = {
-    "kvkeep.lookup_deadline_ms": 10_000
+    "kvkeep.lookup_deadline_ms": 60_000,
+    "kvkeep.store_deadline_ms": 60_000,
 }  # what is found is asserted, not how soon on a busy machine
 BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.lookup_deadline_ms": 200,

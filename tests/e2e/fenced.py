@@ -1,12 +1,11 @@
-"""Processes that stop themselves at a point, with SIGSTOP, and go on whenever somebody sends
-SIGCONT.
+"""Processes that stop themselves at a point, with SIGSTOP, and go on when they get SIGCONT.
 
-    python fenced.py client POINT ADDRESS NUMBER [BUG]     stores or loads the blocks of a number, with the real client
-    python fenced.py server POINT ARMED BUG serve …        `kvkeep serve`; stops once when the file ARMED is there
+    python fenced.py client POINT ADDRESS NUMBER [BUG]   stores or loads the blocks of a number
+    python fenced.py server POINT ARMED BUG serve …      `kvkeep serve`; stops when a file ARMED exists
 
 A BUG is planted by its name (`kvkeep_lab.chaos.mutants`). Readers do not verify checksums, so that
-only the fence is left between them and a byte that is not theirs; who stores sends checksums, or
-nobody would adopt the blocks."""
+only the fence protects them from a byte that is not theirs; writers send checksums, without which
+the next server adopts no block."""
 
 from __future__ import annotations
 
@@ -24,64 +23,25 @@ import numpy as np
 
 import kvkeep
 from kvkeep.client import connection, copier, requests, shared_pool
-from kvkeep.client.options import ClientOptions
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.stores import SourceBlocks, Store
 from kvkeep.client.transfer import Transfer
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.runs import BlockRuns
+from kvkeep.server.service import Service
+from kvkeep.store import adopt
+from kvkeep.store.slabs import Slabs
 from kvkeep.wire import messages as m
 from kvkeep.wire import segments
 from kvkeep.wire.pool_files import PoolFiles
 
 BLOCKS = 8
-QUICK = {"ping_interval_ms": 50, "reconnect_interval_ms": 20}  # to notice what happens
-# On a busy machine, too, answers are waited for.
-PATIENT = {"lookup_deadline_ms": 20_000, "store_deadline_ms": 20_000}
-STORES = (
-    "store: after Prepared, before the pool is held",
-    "store: before a segment is opened",
-    "store: a segment is opened, its epoch not yet looked at",
-    "store: its epoch was looked at, not yet mapped",
-    "store: before the copy",
-    "store: in the middle of the copy",
-    "store: after the copy, before CompleteStore",
-    "store: slots of a server that is gone",
-)
-LOADS = (
-    "load: after Found, before the pool is held",
-    "load: in the middle of the copy",
-    "load: before Release",
-    "load: slots of a server that is gone",
-)
-HANDSHAKES = (
-    "hello: Welcome has come",
-    "hello: the pool was looked at, the lock not yet taken",
-    "hello: the lock is taken, Attach not yet said",
-)
-POINTS = (*STORES, *LOADS, *HANDSHAKES)
 STALE = "slots of a server that is gone"
-SERVER_POINTS = (
-    "before Prepared is sent",
-    "a slot was freed",
-    "adoption: nothing is settled",
-    "adoption: all is settled",
-)
 
 
 def connect(address: str, **options: Any) -> kvkeep.Cache:
-    """Waits for the session as long as it takes: who is stopped in the middle of a handshake is
-    late."""
-    return kvkeep.connect(
-        model="tiny",
-        revision="1",
-        block_tokens=clients.BLOCK_TOKENS,
-        block_shape=clients.SHAPE,
-        dtype="float32",
-        required=True,
-        wait_ms=300_000,
-        options=ClientOptions(address=address, **{**QUICK, **PATIENT, **options}),
-    )
+    """A client that notices soon what happens to its server."""
+    return clients.connect(address, ping_interval_ms=50, reconnect_interval_ms=20, **options)
 
 
 def tokens_of(number: int) -> list[int]:
@@ -98,7 +58,7 @@ def stop() -> None:
 _stopped = False
 
 
-def stop_once() -> None:
+def stop_once(*_: object) -> None:
     global _stopped
     if not _stopped:
         _stopped = True
@@ -145,56 +105,50 @@ def in_the_middle(name: str) -> None:
     setattr(copier, name, halved)
 
 
-def arm(point: str) -> None:
-    """Plants the stop of a client."""
-    match point.partition(": ")[::2]:
-        case "store", "after Prepared, before the pool is held":
-            before(Store, "_write", lambda *_: stop_once())
-        case "store", "before a segment is opened":
-            before(segments.Segments, "_map", lambda *_: stop_once())
-        case "store", "a segment is opened, its epoch not yet looked at":
-            before(PoolFiles, "is_of", lambda *_: stop_once())
-        case "store", "its epoch was looked at, not yet mapped":
-            after(PoolFiles, "is_of", stop_once)
-        case "store", "before the copy":
-            before(SourceBlocks, "copy", lambda *_: stop_once())
-        case "store", "in the middle of the copy":
-            in_the_middle("gather")
-        case "store", "after the copy, before CompleteStore":
-            before(
-                connection.Connection,
-                "call",
-                lambda self, message, *_: (
-                    stop_once() if isinstance(message, m.CompleteStore) else None
-                ),
-            )
-        case "load", "after Found, before the pool is held":
-            after(kvkeep.Cache, "_lookup", stop_once)
-        case "load", "in the middle of the copy":
-            in_the_middle("scatter")
-        case "load", "before Release":
-            before(connection.Connection, "give_up", lambda *_: stop_once())
-        case "hello", "Welcome has come":
-            before(shared_pool.SharedPool, "attach", lambda *_: stop_once())
-        case "hello", "the pool was looked at, the lock not yet taken":
-            before(shared_pool, "hold", lambda *_: stop_once())
-        case "hello", "the lock is taken, Attach not yet said":
-            after(shared_pool.SharedPool, "attach", stop_once)
-        case _, other:
-            assert other == STALE, point
+def stop_if_store_completes(_: object, message: m.Message, *__: object) -> None:
+    if isinstance(message, m.CompleteStore):
+        stop_once()
+
+
+# How to plant the stop of a client at each point.
+POINTS: dict[str, Callable[[], None]] = {
+    "store: after Prepared, before the pool is held": lambda: before(Store, "_write", stop_once),
+    "store: before a segment is opened": lambda: before(segments.Segments, "_map", stop_once),
+    "store: a segment is opened, its epoch not yet looked at": lambda: before(
+        PoolFiles, "is_of", stop_once
+    ),
+    "store: its epoch was looked at, not yet mapped": lambda: after(PoolFiles, "is_of", stop_once),
+    "store: before the copy": lambda: before(SourceBlocks, "copy", stop_once),
+    "store: in the middle of the copy": lambda: in_the_middle("gather"),
+    "store: after the copy, before CompleteStore": lambda: before(
+        connection.Connection, "call", stop_if_store_completes
+    ),
+    f"store: {STALE}": lambda: None,
+    "load: after Found, before the pool is held": lambda: after(kvkeep.Cache, "_lookup", stop_once),
+    "load: in the middle of the copy": lambda: in_the_middle("scatter"),
+    "load: before Release": lambda: before(connection.Connection, "give_up", stop_once),
+    f"load: {STALE}": lambda: None,
+    "hello: Welcome has come": lambda: before(shared_pool.SharedPool, "attach", stop_once),
+    "hello: the pool was looked at, the lock not yet taken": lambda: before(
+        shared_pool, "hold", stop_once
+    ),
+    "hello: the lock is taken, Attach not yet said": lambda: after(
+        shared_pool.SharedPool, "attach", stop_once
+    ),
+}
 
 
 def client(point: str, address: str, number: str, bug: str = "") -> None:
-    """Says `stops`, is stopped, goes on, and says what came of it: blocks that it got, or stored,
-    and whether all it read was right."""
+    """Says `stops`, is stopped, goes on, and says how many blocks it got or stored, and whether all
+    that it read was right."""
     tokens, verify = tokens_of(int(number)), not point.startswith("load")
     expected = clients.oracle(tokens)
     with planted(bug):
         if point.startswith("hello"):
-            arm(point)
+            POINTS[point]()
         with connect(address, verify=verify) as cache:
             if not point.startswith("hello"):
-                arm(point)
+                POINTS[point]()
             if point.endswith(STALE):
                 late(cache, tokens, point)
             elif point.startswith("load"):
@@ -248,37 +202,33 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
 def planted(bug: str) -> contextlib.AbstractContextManager[None]:
     if not bug:
         return contextlib.nullcontext()
-    from kvkeep_lab.chaos.mutants import planted
+    from kvkeep_lab.chaos import mutants
 
-    return planted(bug)
+    return mutants.planted(bug)
 
 
 def server(point: str, armed: str, bug: str, *command: str) -> None:
-    from kvkeep.cli.main import main
-    from kvkeep.server.service import Service
-    from kvkeep.store import adopt
-    from kvkeep.store.slabs import Slabs
-
-    def stop_if_armed(*_: Any) -> None:
+    def stop_if_armed(*_: object) -> None:
         if Path(armed).exists():
             Path(armed).unlink()
             stop()
 
-    match point:
-        case "before Prepared is sent":
-            after(Service, "_prepare_store", stop_if_armed)
-        case "a slot was freed":
-            after(Slabs, "give", stop_if_armed)
-        case "adoption: nothing is settled":
-            before(adopt, "_settle", stop_if_armed)
-        case "adoption: all is settled":
-            after(adopt, "_settle", stop_if_armed)
-        case _:
-            assert not point, point
+    from kvkeep.cli.main import main
+
+    if point:
+        plant, owner, name = SERVER_POINTS[point]
+        plant(owner, name, stop_if_armed)
     with planted(bug):
         sys.argv = ["kvkeep", *command]
         main()
 
+
+SERVER_POINTS: dict[str, tuple[Callable[..., None], Any, str]] = {
+    "before Prepared is sent": (after, Service, "_prepare_store"),
+    "a slot was freed": (after, Slabs, "give"),
+    "adoption: nothing is settled": (before, adopt, "_settle"),
+    "adoption: all is settled": (after, adopt, "_settle"),
+}
 
 if __name__ == "__main__":
     {"client": client, "server": server}[sys.argv[1]](*sys.argv[2:])

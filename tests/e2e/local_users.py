@@ -3,94 +3,99 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import JsonProcess, ServerProcess
 from kvkeep.wire.address import unix_name
 
-OTHER_UID = 54321
+ATTACKER, VICTIM = 54_321, 54_322
 PROGRAM = str(Path(__file__).with_name("other_user.py"))
-AS_OTHER = ("setpriv", "--reuid", str(OTHER_UID), "--regid", str(OTHER_UID), "--clear-groups")
-AS_ROOT_INSIDE = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-)  # root of a namespace that maps no other user
+# Root of a namespace that maps no other user.
+AS_ROOT_INSIDE = ("unshare", "--user", "--map-root-user")
 
 
+@functools.cache
 def can(*command: str) -> bool:
-    return (
-        shutil.which(command[0]) is not None
-        and not subprocess.run([*command, "true"], capture_output=True).returncode
-    )
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def become(uid: int) -> tuple[str, ...]:
+    return ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+
+
+def rights_of(uid: int) -> tuple[str, ...]:
+    """Capabilities with which that user can run kvkeep. Where other users cannot read this
+    interpreter (in root's home, say), the user may read all files, but write and own none."""
+    reads = (f"--{of}=-all,+dac_read_search" for of in ("inh-caps", "ambient-caps", "bounding-set"))
+    for rights in (("--inh-caps=-all",), tuple(reads)):
+        if can(*become(uid), *rights, sys.executable, "-c", "import kvkeep.cli.main"):
+            return rights
+    pytest.skip("no other user can run this interpreter")
+
+
+def kvkeep_as(uid: int) -> list[str]:
+    """Begins a command that imports kvkeep as that user."""
+    return [*become(uid), *rights_of(uid)]
+
+
+def as_another_user(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python as a user who is neither root nor the server's, and has no capability."""
+    if os.geteuid() != 0 or rights_of(ATTACKER) != ("--inh-caps=-all",):
+        pytest.skip("only root can act as a second user, who must be able to run this Python")
+    command = [*kvkeep_as(ATTACKER), sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 needs_two_users = pytest.mark.skipif(
-    os.geteuid() != 0 or not can(*AS_OTHER, sys.executable, "-S", "-c", ""),
+    os.geteuid() != 0 or not can(*become(ATTACKER), sys.executable, "-S", "-c", ""),
     reason="only root can be another user, by setpriv, where that user may run this Python",
 )
 needs_namespaces = pytest.mark.skipif(
-    not can(*AS_ROOT_INSIDE), reason="user namespaces cannot be made here"
+    not can(*AS_ROOT_INSIDE, "true"), reason="user namespaces cannot be made here"
 )
 
 
-class OtherUser:
-    """A process of the other user that runs until the block ends."""
+class OtherUser(JsonProcess):
+    """A process of the attacker that runs until the block ends."""
 
     def __init__(self, *words: str) -> None:
-        self._process = subprocess.Popen(
-            [*AS_OTHER, sys.executable, "-S", PROGRAM, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            env={},
-        )
+        become_and_run = "import os, sys; os.chdir('/'); os.execvp(sys.argv[1], sys.argv[1:])"
+        command = [*become(ATTACKER), sys.executable, "-S", PROGRAM, *words]
+        super().__init__("the other user", ["-c", become_and_run, *command], {"PATH": os.defpath})
 
-    def hears(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the other user's process ended with {self._process.wait()}"
-        return json.loads(line)
-
-    def ask(self) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self.hears()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def ask(self) -> dict[str, Any]:
+        self.send({})
+        return self.receive()
 
 
 @contextlib.contextmanager
 def false_server(welcome: bytes, pool: Path, port: int = 0, name: str = "") -> Iterator[OtherUser]:
-    """The other user, listening at that port and that Unix name, with a pool that everybody can
-    write."""
+    """The attacker listens at that port and that Unix name, with a pool that all can write."""
     other = OtherUser("be_the_server", str(port or ""), name, str(pool), welcome.hex())
     try:
-        assert other.hears() == {"ready": True}
+        assert other.receive() == {"ready": True}
         yield other
     finally:
-        other.close()
+        other.end()
         shutil.rmtree(pool, ignore_errors=True)
 
 
 def say_as_other(where: str, data: bytes) -> dict[str, Any]:
-    """What the other user hears who connects to `host:port`, `@name` or a path and says that."""
-    command = [*AS_OTHER, sys.executable, "-S", PROGRAM, "say", where, data.hex()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={})
-    heard: dict[str, Any] = json.loads(ended.stdout)
+    """What the attacker gets who connects to `host:port`, `@name` or a path and says that."""
+    other = OtherUser("say", where, data.hex())
+    heard = other.receive()
+    assert other.end(60) == 0
     return heard
 
 
@@ -101,8 +106,12 @@ def doors(server: ServerProcess) -> tuple[str, str]:
     return server.address.removeprefix("tcp://"), f"@{name[1:]}"
 
 
-class ServerInNamespace(ServerProcess):
-    """A server that is root in a user namespace of its own."""
+class ServerAs(ServerProcess):
+    """A server behind a command that makes it another user, or root of a namespace of its own."""
+
+    def __init__(self, become: Sequence[str], *flags: str, **options: Any) -> None:
+        super().__init__(*flags, **options)
+        self._become = become
 
     def command(self) -> list[str]:
-        return [*AS_ROOT_INSIDE, *super().command()]
+        return [*self._become, *super().command()]

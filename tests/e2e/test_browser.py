@@ -8,35 +8,23 @@ import http.server
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
+import clients
 import pytest
+from clients import holds, stores
+from engines import POOL, eventually, status
 
-import kvkeep
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host
 from kvkeep.wire.frames import Header, encode
 
-sys.path.insert(0, str(Path(__file__).parent))
-from engines import POOL, eventually, status
-
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-CACHE: dict[str, Any] = {
-    "model": "m",
-    "revision": "1",
-    "block_tokens": 4,
-    "block_shape": (2, 8),
-    "dtype": "float32",
-}
 HELLO = b"".join(encode(Header(0, 1), m.Hello("a web page", 1)))
 
 
@@ -54,9 +42,8 @@ def unharmed(server: ServerProcess) -> Iterator[None]:
     yield
     after = status(server)
     assert after["counters"] == before and after["sessions"] == []
-    with kvkeep.connect(server.address, required=True, wait_ms=10_000, **CACHE) as cache:
-        assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) in (0, 2)
-        assert cache.contains(range(8)) == 2
+    with clients.connect(server.address) as cache:
+        assert stores(cache, range(8)) in (0, 2) and holds(cache, range(8)) == 2
 
 
 def answer_to(server: ServerProcess, said: bytes) -> bytes:
@@ -183,19 +170,11 @@ def browsing(url: str) -> Iterator[None]:
     with tempfile.TemporaryDirectory(
         prefix="kvkeep-chromium-", ignore_cleanup_errors=True
     ) as profile:
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-        ]
-        flags += [
-            "--disable-background-networking",
-            "--remote-debugging-port=0",
-        ]  # which keeps it open
+        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+        # The debugging port keeps the browser open.
+        flags += " --disable-background-networking --remote-debugging-port=0"
         browser = subprocess.Popen(
-            [CHROMIUM, *flags, f"--user-data-dir={profile}", url],
+            [CHROMIUM, *flags.split(), f"--user-data-dir={profile}", url],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -1,28 +1,18 @@
-"""M1: how much the cache gave a request, against counts made by hand, from the engine's side and
-the server's.
+"""How much the cache gave a request, counted by hand, by the engine and by the server.
 
-prompt of 22 tokens, blocks of 4:  |0123|4567|89ab|cdef|ghij|kl      5 full blocks; the rest is computed always
+prompt of 22 tokens, blocks of 4:  |0123|4567|89ab|cdef|ghij|kl    5 full blocks; the engine always
+                                                                   computes the rest
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvkeep.cli.remote import ask
-from kvkeep.engine.llm import Prompt
-from kvkeep.engine.models.sampling import SamplingParams
-from kvkeep.testing.process import ServerProcess
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engines import (
     KEY,
-    POOL,
     PoolMemory,
     Since,
     at_rest,
@@ -39,13 +29,13 @@ from engines import (
     without_cache,
 )
 
+from kvkeep.cli.remote import ask
+from kvkeep.engine.llm import LLM, Prompt
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.engine.request import Request
+from kvkeep.testing.process import ServerProcess
+
 OTHER = "num_lmcache_extra_cached_tokens"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(*POOL) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -100,25 +90,16 @@ def test_the_number_is_the_servers_blocks_less_the_engines_own(
     assert eventually(lambda: since("loaded_tokens") == expected)
 
 
-def test_what_the_server_does_not_have_counts_nothing(server: ServerProcess) -> None:
-    with engine(server, oracle()) as llm:
-        since = Since(server)
-        [answer] = serve(llm, [counting(prompt(22))])
-        assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 0)
-        assert since("stored_blocks") == 6, "22 tokens and two generated ones"
-    assert answer.kv_transfer_params == {KEY: 0}
-
-
 def test_the_server_counts_the_same_hits(server: ServerProcess) -> None:
-    model, tokens = oracle(), prompt(22)
-    with engine(server, model) as llm:
-        serve(llm, [tokens])
-        forget_local(llm)
-        since = Since(server)
-        [answer] = serve(llm, [counting(tokens)])
-        assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 5)
-        assert since("stored_blocks") == 0, "what the server has is not stored again"
-    assert answer.kv_transfer_params == {KEY: since("hit_blocks") * 4}
+    tokens = prompt(22)
+    with engine(server, oracle()) as llm:
+        for hits, stored in ((0, 6), (5, 0)):  # 22 tokens and two generated ones; then nothing new
+            since = Since(server)
+            [answer] = serve(llm, [counting(tokens)])
+            assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, hits)
+            assert since("stored_blocks") == stored
+            assert answer.kv_transfer_params == {KEY: hits * 4}
+            forget_local(llm)
 
 
 def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(
@@ -131,24 +112,28 @@ def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(
         serve(two, [tokens[:9]])
         since = Since(server)
         [answer] = serve(one, [counting([*tokens, *prompt(5)])])
-        assert since("hit_blocks") == 2, "the server has two blocks, and the engine five"
-        assert since("stored_blocks") == 7 - 2, (
-            "27 tokens and two generated ones: the server gets what it lacks"
-        )
+        assert since("hit_blocks") == 2, "the server has two blocks, the engine five"
+        assert since("stored_blocks") == 7 - 2, "of 29 tokens, what the server lacks"
     assert answer.metrics.local_cached_tokens == 20
     assert answer.kv_transfer_params == {KEY: 0}
 
 
-def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {}),
+        ({"mine": 1}, {}),
+        ({"kvkeep_priority": 80}, {}),
+        (None, None),
+        ({KEY: {"a": [{"b": None}]}, "x" * 10_000: [[[]]], "": "\ud800"}, {KEY: 0}),
+    ],
+)
+def test_the_reply_has_only_what_was_asked_for(
+    server: ServerProcess, params: Any, expected: Any
+) -> None:
     with engine(server, oracle()) as llm:
-        for params, expected in (
-            ({}, {}),
-            ({"mine": 1}, {}),
-            ({"kvkeep_priority": 80}, {}),
-            (None, None),
-        ):
-            [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=params)])
-            assert answer.kv_transfer_params == expected
+        [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=params)])
+    assert answer.kv_transfer_params == expected
 
 
 @pytest.mark.parametrize(
@@ -166,6 +151,7 @@ def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(server: Ser
         {"kvkeep_ttl_ms": 1.5},
         {"kvkeep_ttl_ms": None},
         {"kvkeep_session_finished": "yes"},
+        {"kvkeep_session_finished": 3},
         {"kvkeep_priority": {"deep": [{}]}},
     ],
     ids=str,
@@ -184,27 +170,21 @@ def test_bad_params_warn_and_the_request_is_served(
     assert again.kv_transfer_params == {KEY: 8}, "it was stored all the same"
 
 
-def test_nested_junk_beside_the_key_is_no_matter(server: ServerProcess) -> None:
-    junk = {KEY: {"a": [{"b": None}]}, "x" * 10_000: [[[]]], "": "\ud800"}
-    with engine(server, oracle()) as llm:
-        [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=junk)])
-    assert answer.kv_transfer_params == {KEY: 0}
-
-
 def test_a_request_aborted_before_it_was_ever_scheduled_is_a_zero(server: ServerProcess) -> None:
     model, tokens = oracle(), prompt(22)
     with engine(server, model) as llm:
         serve(llm, [tokens])
         forget_local(llm)
-        request = llm.engine.add(tokens, kv_transfer_params={KEY: None, OTHER: None})
-        llm.engine.abort(request.id)
-        assert (request.finish_reason, request.reply_params) == ("abort", {KEY: 0, OTHER: 0})
-        assert llm.engine.step() == [request]
-        assert not llm.engine.busy
+        for _ in range(20):
+            request = llm.engine.add(tokens, kv_transfer_params={KEY: None, OTHER: None})
+            llm.engine.abort(request.id)
+            assert (request.finish_reason, request.reply_params) == ("abort", {KEY: 0, OTHER: 0})
+            assert llm.engine.step() == [request] and not llm.engine.busy
         llm.engine.check_integrity()
-        assert at_rest(server), "the lease of its lookup was given back"
+        assert at_rest(server), "the leases of the lookups were given back"
         [answer] = serve(llm, [counting(tokens)])
         assert answer.kv_transfer_params == {KEY: 20}
+        assert [answer.token_ids] == without_cache(model, [tokens])
 
 
 def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_use(
@@ -225,13 +205,20 @@ def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_
         assert at_rest(server)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("bad", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("bad", "extra"),
+    [
+        *((bad, {"kvkeep.load": mode}) for bad in (0, 2, 4) for mode in ("async", "sync")),
+        (2, {"kvkeep.shared_memory": False}),
+    ],
+    ids=str,
+)
 def test_a_failed_load_counts_only_what_came_and_was_used(
-    server: ServerProcess, bad: int, mode: str, caplog: pytest.LogCaptureFixture
+    server: ServerProcess, bad: int, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One bit of a block in the pool flips."""
     model, tokens = oracle(), prompt(22)
-    with engine(server, model) as one, engine(server, model, extra={"kvkeep.load": mode}) as two:
+    with engine(server, model) as one, engine(server, model, extra=extra) as two:
         [expected] = tokens_of(serve(one, [tokens]))
         PoolMemory(server).flip(content(one, local_blocks(one, tokens)[bad]))
         since = Since(server)
@@ -246,49 +233,45 @@ def test_a_failed_load_counts_only_what_came_and_was_used(
         ]
         forget_local(two)
         [again] = serve(two, [counting(tokens)])
-        assert again.kv_transfer_params == {KEY: 20}, (
-            "what was computed again took the bad block's place"
-        )
+        assert again.kv_transfer_params == {KEY: 20}, "the recomputed block replaced the bad one"
         assert again.token_ids == expected
 
 
-def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
-    model, tokens = oracle(), prompt(22)
-    with engine(server, model) as llm:
-        [expected] = tokens_of(serve(llm, [tokens], max_tokens=6))
-        forget_local(llm)
-        since = Since(server)
-        request = llm.engine.add(
-            tokens, SamplingParams(max_tokens=6), kv_transfer_params={KEY: None}
-        )
-        while not request.output_tokens:
-            llm.engine.step()
-        llm.engine.scheduler.preempt(request)
-        forget_local(llm)
-        while llm.engine.busy:
-            llm.engine.step()
-        assert llm.engine.flush()
-        assert since("hit_blocks") == 10, "it was loaded twice"
-    assert request.output_tokens == expected
-    assert request.metrics.preemptions == 1
-    assert request.reply_params == {KEY: 20}
-    assert request.metrics.external_cached_tokens == 20
-
-
-def preempted_once(llm: Any, server: ServerProcess, tokens: list[int], blocks: int) -> Any:
-    """Serves the request, takes its blocks away when the server has this many of them, and serves
-    it to its end with what the server has."""
-    request = llm.engine.add(tokens, SamplingParams(max_tokens=400), kv_transfer_params={KEY: None})
-    known = Since(server)
-    while known("stored_blocks") < blocks:
-        llm.engine.step()
+def served_after_preemption(llm: LLM, request: Request) -> None:
+    """Takes the request's blocks away and serves it to its end with what the server has."""
     llm.engine.scheduler.preempt(request)
     forget_local(llm)
     while llm.engine.busy:
         llm.engine.step()
     assert llm.engine.flush()
     assert request.metrics.preemptions == 1
+
+
+def preempted_once(llm: LLM, server: ServerProcess, tokens: list[int], blocks: int) -> Request:
+    """Preempts a request when the server has this many of its blocks."""
+    request = llm.engine.add(tokens, SamplingParams(max_tokens=400), kv_transfer_params={KEY: None})
+    known = Since(server)
+    while known("stored_blocks") < blocks:
+        llm.engine.step()
+    served_after_preemption(llm, request)
     return request
+
+
+def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
+    tokens = prompt(22)
+    with engine(server, oracle()) as llm:
+        [expected] = tokens_of(serve(llm, [tokens], max_tokens=6))
+        forget_local(llm)
+        since = Since(server)
+        sampling = SamplingParams(max_tokens=6)
+        request = llm.engine.add(tokens, sampling, kv_transfer_params={KEY: None})
+        while not request.output_tokens:
+            llm.engine.step()
+        served_after_preemption(llm, request)
+        assert since("hit_blocks") == 10, "it was loaded twice"
+    assert request.output_tokens == expected
+    assert request.reply_params == {KEY: 20}
+    assert request.metrics.external_cached_tokens == 20
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -331,10 +314,7 @@ def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(
         while request.num_computed_tokens < 16:
             two.engine.step()
         [expected] = tokens_of(serve(one, [tokens]))
-        two.engine.scheduler.preempt(request)
-        forget_local(two)
-        while two.engine.busy:
-            two.engine.step()
+        served_after_preemption(two, request)
     assert request.output_tokens == expected
     assert request.reply_params == {KEY: 40 - 16}
 
@@ -360,16 +340,12 @@ def test_generated_tokens_count_in_the_next_turn(server: ServerProcess) -> None:
         [answer] = serve(one, [tokens], max_tokens=11)
     with engine(server, model) as two:
         [later] = serve(two, [counting([*tokens, *answer.token_ids, 1, 2])])
-    assert later.kv_transfer_params == {KEY: 20}, (
-        "10 of the prompt and 10 of the answer; its last has no KV yet"
-    )
+    assert later.kv_transfer_params == {KEY: 20}, "the last token of the answer has no KV yet"
 
 
-def test_trackers_go_with_their_requests(server: ServerProcess) -> None:
+def test_the_planner_keeps_nothing_of_requests_that_are_over(server: ServerProcess) -> None:
     with engine(server, oracle()) as llm:
         for _ in range(3):
             serve(llm, [counting(prompt(9)), prompt(13)])
-        side = llm.engine.scheduler.planner
-        assert side is not None and side.idle
-        assert side.loaded_blocks("request-0") == 0
-        assert side.end("request-0") is None, "nobody is remembered"
+        planner = llm.engine.scheduler.planner
+        assert planner is not None and planner.idle

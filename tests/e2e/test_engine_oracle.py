@@ -9,19 +9,10 @@ reach a model.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-
-from kvkeep.engine.llm import LLM, Prompt
-from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.process import ServerProcess
-from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engines import (
     KEY,
     POOL,
@@ -39,6 +30,11 @@ from engines import (
     serve,
     without_cache,
 )
+
+from kvkeep.engine.llm import LLM, Prompt
+from kvkeep.kv.identity import tenant_of
+from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
 
 BLIND = {"kvkeep.verify": False}
 BAD = 2  # the block of the prompt that is harmed

@@ -9,52 +9,33 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import engine, eventually, oracle, prompt, serve, tokens_of, without_cache
+from local_users import (
+    AS_ROOT_INSIDE,
+    ATTACKER,
+    VICTIM,
+    ServerAs,
+    kvkeep_as,
+    needs_namespaces,
+    rights_of,
+)
 
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire.peers import OVERFLOW_UID
 
-sys.path.insert(0, str(Path(__file__).parent))
-from engines import engine, eventually, oracle, prompt, serve, tokens_of, without_cache
-
-ATTACKER, VICTIM = 54_321, 54_322
 POOL = ("--pool-size", "8MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 
 
-@cache
-def become(uid: int) -> tuple[str, ...]:
-    """What starts a command as that user. If others cannot run this interpreter where it is
-    installed (in root's home, say), the user may read all files; that helps nobody to write, nor to
-    own, a file."""
-    command = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-    reads = [f"--{of}=-all,+dac_read_search" for of in ("inh-caps", "ambient-caps", "bounding-set")]
-    for rights in (["--inh-caps=-all"], reads):
-        tried = subprocess.run(
-            [*command, *rights, sys.executable, "-c", "import kvkeep.cli.main"], capture_output=True
-        )
-        if tried.returncode == 0:
-            return (*command, *rights)
-    pytest.skip("no other user can run this interpreter")
-
-
-@pytest.fixture
-def _two_users() -> None:
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("only root, with setpriv, can act as two users")
-    become(ATTACKER), become(VICTIM)
-
-
-def run_as(uid: int, program: str, *arguments: str) -> dict[str, Any]:
-    """What a program of that user has printed, as JSON; it must come to its end."""
-    command = [*become(uid), sys.executable, "-c", program, *arguments]
+def run(become: Any, program: str, *arguments: str) -> dict[str, Any]:
+    """What a program prints as JSON; it must come to its end."""
+    command = [*become, sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout or "{}")
@@ -97,64 +78,56 @@ print(json.dumps({"why": why, "mapped": pathlib.Path("/proc/self/maps").read_tex
 
 
 @pytest.fixture
-def shm(tmp_path: Path) -> Path:
-    """A directory that all may write to, as /dev/shm is."""
+def pool(tmp_path: Path) -> Path:
+    """The path of a pool in a directory that all may write to, as /dev/shm is."""
     for each in (tmp_path, *tmp_path.parents[:2]):  # pytest makes them for their owner
         each.chmod(0o711)
     (tmp_path / "shm").mkdir()
     (tmp_path / "shm").chmod(0o1777)
-    return tmp_path / "shm"
+    return tmp_path / "shm" / "kvkeep-default"
 
 
-@pytest.mark.usefixtures("_two_users")
+@needs_root
 @pytest.mark.parametrize("victim", [VICTIM, 0], ids=["a user", "root"])
 @pytest.mark.parametrize(
     ("directory", "files"), [("777", "666"), ("755", "644"), ("700", "666"), ("1777", "666")]
 )
 def test_a_pool_of_another_user_is_not_mapped_whatever_its_mode(
-    shm: Path, victim: int, directory: str, files: str
+    pool: Path, victim: int, directory: str, files: str
 ) -> None:
-    run_as(ATTACKER, MAKES_A_POOL, str(shm / "kvkeep-default"), directory, files)
-    said = run_as(victim, TAKES_IT, str(shm / "kvkeep-default"))
+    run(kvkeep_as(ATTACKER), MAKES_A_POOL, str(pool), directory, files)
+    said = run(kvkeep_as(victim), TAKES_IT, str(pool))
     assert said["mapped"] == 0
-    could_look = victim == 0 or directory != "700" or "dac_read_search" in " ".join(become(victim))
+    could_look = victim == 0 or directory != "700" or "dac_read_search" in str(rights_of(victim))
     assert (f"belongs to another user (uid {ATTACKER})" in said["why"]) is could_look
 
 
-@pytest.mark.usefixtures("_two_users")
+@needs_root
 @pytest.mark.parametrize(
     ("directory", "files", "mapped"),
     [("777", "600", 0), ("700", "666", 0), ("700", "660", 0), ("700", "600", 1)],
 )
 def test_root_maps_the_pool_of_a_user_whom_it_trusts_if_nobody_else_may_write_it(
-    shm: Path, directory: str, files: str, mapped: int
+    pool: Path, directory: str, files: str, mapped: int
 ) -> None:
-    run_as(ATTACKER, MAKES_A_POOL, str(shm / "kvkeep-default"), directory, files)
-    said = run_as(0, TAKES_IT, str(shm / "kvkeep-default"), str(ATTACKER))
+    run(kvkeep_as(ATTACKER), MAKES_A_POOL, str(pool), directory, files)
+    said = run(kvkeep_as(0), TAKES_IT, str(pool), str(ATTACKER))
     assert said["mapped"] == mapped and bool(said["why"]) is not bool(mapped)
     assert mapped or "can be written by other users" in said["why"]
-    assert run_as(0, TAKES_IT, str(shm / "kvkeep-default"), str(VICTIM))["mapped"] == 0
+    assert run(kvkeep_as(0), TAKES_IT, str(pool), str(VICTIM))["mapped"] == 0
 
 
-@pytest.mark.usefixtures("_two_users")
-def test_in_a_user_namespace_a_user_who_is_not_mapped_is_refused_with_the_remedy(shm: Path) -> None:
-    """Every such user is shown as the overflow uid there: also one who was named by the id
-    outside."""
-    inside = ["unshare", "--user", "--map-root-user", sys.executable, "-c"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*inside, ""], capture_output=True).returncode
-    ):
-        pytest.skip("no user namespace can be made here")
-    run_as(ATTACKER, MAKES_A_POOL, str(shm / "kvkeep-default"), "755", "644")
+@needs_root
+@needs_namespaces
+def test_in_a_user_namespace_a_user_who_is_not_mapped_is_refused_with_the_remedy(
+    pool: Path,
+) -> None:
+    """The kernel shows every such user as the overflow uid, also one who is trusted by uid."""
+    run(kvkeep_as(ATTACKER), MAKES_A_POOL, str(pool), "755", "644")
     for trusted in ([], [str(ATTACKER)]):
-        command = [*inside, TAKES_IT, str(shm / "kvkeep-default"), *trusted]
-        said = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        )
-        assert (
-            said["mapped"] == 0 and f"belongs to another user (uid {OVERFLOW_UID})" in said["why"]
-        )
+        said = run(AS_ROOT_INSIDE, TAKES_IT, str(pool), *trusted)
+        assert said["mapped"] == 0
+        assert f"belongs to another user (uid {OVERFLOW_UID})" in said["why"]
         assert "run both sides in one user namespace" in said["why"]
 
 
@@ -180,12 +153,7 @@ print(json.dumps(said))
 """
 
 
-class AttackersServer(ServerProcess):
-    def command(self) -> Sequence[str]:
-        return [*become(ATTACKER), *super().command()]
-
-
-@pytest.mark.usefixtures("_two_users")
+@needs_root
 @pytest.mark.parametrize("victim", [VICTIM, 0], ids=["a user", "root"])
 def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(
     tmp_path: Path, victim: int
@@ -193,10 +161,10 @@ def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(
     os.chown(tmp_path, ATTACKER, ATTACKER)
     for each in tmp_path.parents[:2]:
         each.chmod(0o711)
-    with AttackersServer(*POOL, "--no-verify", state_dir=tmp_path) as server:
+    with ServerAs(kvkeep_as(ATTACKER), *POOL, "--no-verify", state_dir=tmp_path) as server:
         for path in (server.pool, *server.pool.iterdir()):
             path.chmod(0o777)
-        said = run_as(victim, ASKS, server.address)
+        said = run(kvkeep_as(victim), ASKS, server.address)
     assert (said["up"], said["stored"], said["found"], said["mapped"]) == (False, 0, 0, 0)
     [line] = said["lines"]
     assert f"another user (uid {ATTACKER})" in line and "Serving without the cache" in line

@@ -1,5 +1,5 @@
-"""Whoever is stopped at a point that matters, and goes on later, can make nobody see a block that
-is not theirs.
+"""A process that is stopped at a point that matters, and goes on later, shows no other process a
+wrong block.
 
 Clients are stopped by SIGSTOP at each of `fenced.POINTS`, all at once, each in a process of its
 own. Meanwhile either the server is killed and the next one adopts the pool, or the sessions are
@@ -14,23 +14,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kvkeep.cli.remote import ask as ask_http
-from kvkeep.testing.process import ServerProcess
-
-sys.path.insert(0, str(Path(__file__).parent))
 import clients
 import fenced
-from test_processes import SMALL_POOL, SMALL_POOL_BLOCKS, eventually
+import pytest
+from clients import SMALL_POOL, SMALL_POOL_BLOCKS
+from engines import at_rest, eventually, status
+
+from kvkeep.cli.remote import ask as ask_http
+from kvkeep.testing.process import JsonProcess, ServerProcess
 
 FENCED = str(Path(__file__).with_name("fenced.py"))
 SILENCE_S = 1.0
+SERVER_POINTS = tuple(fenced.SERVER_POINTS)
 POOL = (*SMALL_POOL, "--network-session-timeout", f"{SILENCE_S}s")
 MEANWHILE = ("the server is killed", "silence, and all is cleared")
 MOVES_ON = {"the server is killed": True, "silence, and all is cleared": False}
@@ -50,93 +50,69 @@ class FencedServer(ServerProcess):
         Path(self._how[1]).touch()
 
 
-class Paused:
+class Paused(JsonProcess):
     """A client process that stops itself at a point."""
 
     def __init__(self, point: str, address: str, number: int, bug: str = "") -> None:
         self.point, self.number = point, number
-        self.process = subprocess.Popen(
-            [sys.executable, FENCED, "client", point, address, str(number), bug],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def hears(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"{self.point}: the client ended with {self.process.wait()}"
-        return json.loads(line)
+        super().__init__(point, [FENCED, "client", point, address, str(number), bug])
 
     def waits(self) -> None:
         """Until it is stopped; or, where it is to meet the next server, has slots of this one."""
         if self.point.endswith(fenced.STALE):
-            assert self.hears() == {"slots": fenced.BLOCKS}
+            assert self.receive() == {"slots": fenced.BLOCKS}
         else:
             self.is_stopped()
 
     def meets(self, *, another: bool) -> None:
         """Where it is to meet the next server: until it has, and is stopped."""
         if self.point.endswith(fenced.STALE):
-            self._say()
-            assert self.hears() == {"moved": another}
+            self.send({})
+            assert self.receive() == {"moved": another}
             self.is_stopped()
 
     def is_stopped(self) -> None:
-        assert self.hears() == {"stops": True}
-        assert eventually(lambda: is_stopped(self.process.pid))
+        assert self.receive() == {"stops": True}
+        assert eventually(lambda: is_stopped(self.pid))
 
     def goes_on(self) -> Any:
         """What came of it."""
-        self.process.send_signal(signal.SIGCONT)
-        return self.hears()
-
-    def _say(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.signal(signal.SIGCONT)
+        return self.receive()
 
     def __enter__(self) -> Paused:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        if exc[0] is not None:
-            self.process.kill()
-        self.process.communicate(timeout=60)
+        self.signal(signal.SIGCONT)
+        self.end(60 if exc[0] is None else 0)
 
 
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def flood_of(number: int) -> list[int]:
-    """More blocks than the pool has, each with bytes of its own."""
-    first = 50_000_000 + number * 1_000_000
-    return list(range(first, first + 2 * SMALL_POOL_BLOCKS * clients.BLOCK_TOKENS))
-
-
 class Others:
-    """Those who use the server meanwhile: they fill it, and read without verifying."""
+    """Clients that use the server meanwhile: they fill it, and read without verifying."""
 
     def __init__(self, address: str, stack: ExitStack) -> None:
         self._writer = stack.enter_context(fenced.connect(address))
         self._reader = stack.enter_context(fenced.connect(address, verify=False))
-        self._flood = flood_of(0)
+        # Twice the blocks of the pool.
+        last = 50_000_000 + 2 * SMALL_POOL_BLOCKS * clients.BLOCK_TOKENS
+        self._flood = list(range(50_000_000, last))
         self._expected = clients.oracle(self._flood)
 
     def put(self, number: int) -> None:
-        tokens = fenced.tokens_of(number)
-        assert self._writer.put(tokens, clients.oracle(tokens)) == fenced.BLOCKS
+        assert clients.stores(self._writer, fenced.tokens_of(number)) == fenced.BLOCKS
 
-    def reconnect(self, epoch: int) -> None:
-        """To the server after that of the epoch."""
+    def restart(self, server: ServerProcess, start: Callable[[], object]) -> None:
+        """Kills the server, starts the next one, and waits until both clients use it."""
+        epoch = self._writer.connection.epoch
+        server.stop(signal.SIGKILL)
+        start()
         for cache in (self._writer, self._reader):
             assert eventually(lambda cache=cache: cache.connection.epoch not in (0, epoch))  # type: ignore[misc]
-
-    @property
-    def epoch(self) -> int:
-        return self._writer.connection.epoch
 
     def fill(self) -> int:
         """Every slot that can be had. Returns how many."""
@@ -147,10 +123,8 @@ class Others:
         """How many of those blocks are not what was stored for them, of all that are found."""
         blocks = self._reader.get(self._flood)
         assert len(blocks), "they are all gone"
-        return sum(
-            mine.tobytes() != right.tobytes()
-            for mine, right in zip(blocks, self._expected, strict=False)
-        )
+        both = zip(blocks, self._expected, strict=False)
+        return sum(found.tobytes() != right.tobytes() for found, right in both)
 
     def sees_wrong(self, number: int) -> bool:
         """Whether blocks of a number are found that are not its own."""
@@ -160,10 +134,7 @@ class Others:
 
 def happens(server: FencedServer, others: Others, meanwhile: str) -> None:
     if meanwhile == "the server is killed":
-        epoch = others.epoch
-        server.stop(signal.SIGKILL)
-        server.start()
-        others.reconnect(epoch)
+        others.restart(server, server.start)
     else:
         time.sleep(2.5 * SILENCE_S)  # many looks for dead sessions, long after the time-out
         ask_http(server.http, "/v1/blocks?confirm=everything", "DELETE")
@@ -191,9 +162,8 @@ def run(
         happens(server, others, meanwhile)
         for each in paused:
             each.meets(another=MOVES_ON[meanwhile])
-        assert others.fill() >= SMALL_POOL_BLOCKS - fenced.BLOCKS * len(points), (
-            "every slot that is free is reused"
-        )
+        free = SMALL_POOL_BLOCKS - fenced.BLOCKS * len(points)
+        assert others.fill() >= free, "every slot that is free is reused"
         assert not others.damaged()
         for each in paused:
             said = each.goes_on()
@@ -204,11 +174,8 @@ def run(
                 found.append(f"{damaged} blocks of others are damaged")
             if others.sees_wrong(each.number):
                 found.append("its blocks are visible and not right")
-            if (
-                each.point.endswith(fenced.STALE)
-                and MOVES_ON[meanwhile]
-                and (said.get("wrote") or said.get("loaded"))
-            ):
+            used = said.get("wrote") or said.get("loaded")
+            if used and each.point.endswith(fenced.STALE) and MOVES_ON[meanwhile]:
                 found.append(f"it used slots that an earlier server gave: {said}")
         stack.pop_all().close()
         assert eventually(lambda: holds_nothing(server))
@@ -216,14 +183,9 @@ def run(
 
 
 def holds_nothing(server: ServerProcess) -> bool:
-    status = ask_http(server.http, "/v1/status")
-    held = (
-        status["leases"],
-        status["writes"],
-        status["restart"]["held_by_old_sessions"],
-        len(status["sessions"]),
-    )
-    return not any(held)
+    now = status(server)
+    held = (now["leases"], now["writes"], now["restart"]["held_by_old_sessions"])
+    return not any(held) and not now["sessions"]
 
 
 # -- clients
@@ -233,7 +195,7 @@ def holds_nothing(server: ServerProcess) -> bool:
 def problems(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[str]]:
-    return run(tmp_path_factory.mktemp("fenced"), request.param, fenced.POINTS)
+    return run(tmp_path_factory.mktemp("fenced"), request.param, tuple(fenced.POINTS))
 
 
 @pytest.mark.parametrize("point", fenced.POINTS)
@@ -241,19 +203,14 @@ def test_a_client_that_was_stopped_harms_nobody(problems: dict[str, list[str]], 
     assert problems[point] == []
 
 
+COPIES = ("store: in the middle of the copy", "load: in the middle of the copy")
+
+
 @pytest.mark.parametrize(
     ("bug", "meanwhile", "points"),
     [
-        (
-            "free-on-timeout",
-            MEANWHILE[1],
-            ("store: in the middle of the copy", "load: in the middle of the copy"),
-        ),
-        (
-            "skip-ghost",
-            MEANWHILE[0],
-            ("store: in the middle of the copy", "load: in the middle of the copy"),
-        ),
+        ("free-on-timeout", MEANWHILE[1], COPIES),
+        ("skip-ghost", MEANWHILE[0], COPIES),
         ("ignore-epoch", MEANWHILE[0], (f"store: {fenced.STALE}", f"load: {fenced.STALE}")),
     ],
 )
@@ -291,7 +248,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["goes on", "is killed there"])
-@pytest.mark.parametrize("point", fenced.SERVER_POINTS[:2])
+@pytest.mark.parametrize("point", SERVER_POINTS[:2])
 def test_a_server_that_was_stopped_in_a_store_mixes_nothing_up(
     tmp_path: Path, stack: ExitStack, point: str, is_killed: bool
 ) -> None:
@@ -303,30 +260,22 @@ def test_a_server_that_was_stopped_in_a_store_mixes_nothing_up(
         assert others.fill()
     server.arm()
     tokens = fenced.tokens_of(2)
-    assert eventually(
-        lambda: not late.put(tokens, clients.oracle(tokens)) and is_stopped(server.pid)
-    )
+    assert eventually(lambda: not clients.stores(late, tokens) and is_stopped(server.pid))
     if is_killed:
-        epoch = others.epoch
-        server.stop(signal.SIGKILL)
-        server.start()
-        others.reconnect(epoch)
+        others.restart(server, server.start)
     else:
         server.send(signal.SIGCONT)
     assert eventually(lambda: others.fill() > SMALL_POOL_BLOCKS - 3 * fenced.BLOCKS)
     assert not others.damaged() and not others.sees_wrong(1) and not others.sees_wrong(2)
-    assert eventually(lambda: late.put(tokens, clients.oracle(tokens)) == fenced.BLOCKS)
-    assert (
-        not others.damaged() and not others.sees_wrong(2) and late.contains(tokens) == fenced.BLOCKS
-    )
-    assert eventually(
-        lambda: (now := ask_http(server.http, "/v1/status"))["leases"] == now["writes"] == 0
-    )
+    assert eventually(lambda: clients.stores(late, tokens) == fenced.BLOCKS)
+    assert late.contains(tokens) == fenced.BLOCKS
+    assert not others.damaged() and not others.sees_wrong(2)
+    assert at_rest(server)
     stack.pop_all().close()
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["goes on", "is killed there"])
-@pytest.mark.parametrize("point", fenced.SERVER_POINTS[2:])
+@pytest.mark.parametrize("point", SERVER_POINTS[2:])
 def test_a_server_that_was_stopped_in_adoption_gives_nothing_away(
     tmp_path: Path, stack: ExitStack, point: str, is_killed: bool
 ) -> None:
@@ -334,31 +283,32 @@ def test_a_server_that_was_stopped_in_adoption_gives_nothing_away(
     all is full."""
     server = stack.enter_context(FencedServer(tmp_path, point))
     others = Others(server.address, stack)
-    copies = ("store: in the middle of the copy", "load: in the middle of the copy")
     paused = []
     for number in range(4):
         if number % 2:
             others.put(number)
-        paused.append(stack.enter_context(Paused(copies[number % 2], server.address, number)))
+        paused.append(stack.enter_context(Paused(COPIES[number % 2], server.address, number)))
     for each in paused:
         each.waits()
-    epoch = others.epoch
-    server.stop(signal.SIGKILL)
-    stopped = adopting(server)
-    stack.callback(end_of, stopped)
-    said = [each.goes_on() for each in paused[:2]]
-    if is_killed:
-        end_of(stopped)
-        server.start()
-    else:
-        stopped.send_signal(signal.SIGCONT)
-        assert stopped.stdout is not None
-        server.http = json.loads(stopped.stdout.readline())["http"]
-    others.reconnect(epoch)
+    said: list[Any] = []
+
+    def start_in_two_steps() -> None:
+        """Two of the clients go on while the next server is stopped in its adoption."""
+        stopped = adopting(server)
+        stack.callback(end_of, stopped)
+        said.extend(each.goes_on() for each in paused[:2])
+        if is_killed:
+            end_of(stopped)
+            server.start()
+        else:
+            stopped.send_signal(signal.SIGCONT)
+            assert stopped.stdout is not None
+            server.http = json.loads(stopped.stdout.readline())["http"]
+
+    others.restart(server, start_in_two_steps)
     assert others.fill() >= SMALL_POOL_BLOCKS - 4 * fenced.BLOCKS
     said += [each.goes_on() for each in paused[2:]]
     assert [each["right"] for each in said] == [True] * 4
-    assert said[1]["loaded"] == said[3]["loaded"] == fenced.BLOCKS, (
-        "what was leased stays, whoever serves"
-    )
+    loaded = [said[number]["loaded"] for number in (1, 3)]
+    assert loaded == [fenced.BLOCKS] * 2, "what was leased stays, whichever server serves"
     assert not others.damaged() and not any(others.sees_wrong(number) for number in range(4))

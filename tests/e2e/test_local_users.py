@@ -3,26 +3,16 @@ root can run this."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import clients
 import msgspec
-import numpy as np
 import pytest
-
-import kvkeep
-from kvkeep.client.options import ClientOptions
-from kvkeep.errors import Unavailable
-from kvkeep.testing.process import ServerProcess
-from kvkeep.wire import messages as m
-from kvkeep.wire.address import tcp_host
-from kvkeep.wire.frames import Header, encode
-
-sys.path.insert(0, str(Path(__file__).parent))
+from clients import holds, stores
 from engines import (
     BRISK,
     POOL,
@@ -37,8 +27,8 @@ from engines import (
 )
 from local_users import (
     AS_ROOT_INSIDE,
-    OTHER_UID,
-    ServerInNamespace,
+    ATTACKER,
+    ServerAs,
     doors,
     false_server,
     needs_namespaces,
@@ -46,27 +36,37 @@ from local_users import (
     say_as_other,
 )
 
-CACHE: dict[str, Any] = {
-    "model": "m",
-    "revision": "1",
-    "block_tokens": 4,
-    "block_shape": (2, 8),
-    "dtype": "float32",
-}
+from kvkeep.errors import Unavailable
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+from kvkeep.wire.address import tcp_host
+from kvkeep.wire.frames import Header, encode
+
+pytestmark = needs_two_users
+POOL_OF_OTHER = Path(f"/dev/shm/kvkeep-false-{os.getpid()}")
+TOKENS = list(range(8))
 HELLO = b"".join(encode(Header(0, 1), m.Hello("attacker", 1)))
 NOTHING = {"tcp": 0, "unix": 0}
 
 
-def welcome(pool: Path) -> bytes:
+def welcome() -> bytes:
     """What a false server answers: its own pool, and no verification."""
+    pool = POOL_OF_OTHER
     place = m.PoolPlace(str(pool), str(pool / "session-1.lock"), 1 << 20, 1 << 20)
     limits = m.WireLimits(1 << 20, 1024, 1024, 1024)
     said = m.Welcome(7, 1, "kvkeep", place, limits, list(m.CAPABILITIES), verify=False)
     return msgspec.msgpack.encode(said)
 
 
-def pool_of_other() -> Path:
-    return Path(f"/dev/shm/kvkeep-false-{os.getpid()}")
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory for a socket, which other users can enter."""
+    path = Path(f"/tmp/kvkeep-socket-{os.getpid()}")
+    path.mkdir()
+    path.chmod(0o755)
+    yield path
+    (path / "socket").unlink(missing_ok=True)
+    path.rmdir()
 
 
 def port_of(server: ServerProcess) -> int:
@@ -76,13 +76,12 @@ def port_of(server: ServerProcess) -> int:
 
 
 def lines_of_other(text: str) -> list[str]:
-    return [line for line in text.splitlines() if f"uid {OTHER_UID}" in line]
+    return [line for line in text.splitlines() if f"uid {ATTACKER}" in line]
 
 
 # -- as the server
 
 
-@needs_two_users
 @pytest.mark.parametrize("taken", ["port and name", "port", "name"])
 def test_an_engine_says_nothing_to_another_users_server_and_serves_without_it(
     caplog: pytest.LogCaptureFixture, taken: str
@@ -96,11 +95,11 @@ def test_an_engine_says_nothing_to_another_users_server_and_serves_without_it(
         server.stop()
         caplog.clear()
         places = {"port": before if "port" in taken else 0, "name": name if "name" in taken else ""}
-        with false_server(welcome(pool_of_other()), pool_of_other(), **places) as other:
+        kinds = {"port": "tcp", "name": "unix"}
+        with false_server(welcome(), POOL_OF_OTHER, **places) as other:
 
             def is_tried() -> bool:
                 accepted = other.ask()["accepted"]
-                kinds = {"port": "tcp", "name": "unix"}
                 return all(accepted[kinds[which]] >= 3 for which, used in places.items() if used)
 
             def goes_on() -> bool:
@@ -111,20 +110,14 @@ def test_an_engine_says_nothing_to_another_users_server_and_serves_without_it(
             assert tokens_of(serve(llm, prompts)) == expected
             assert other.ask()["heard"] == NOTHING, "not a byte was said to it"
         [line] = lines_of_other(caplog.text)
-        assert (
-            "another user" in line
-            and "trusted_users" in line
-            and "Serving without the cache" in line
-        )
+        for part in ("another user", "trusted_users", "Serving without the cache"):
+            assert part in line
         server.start()
-        fresh = [prompt(23)]
         assert eventually(
-            lambda: serve(llm, fresh) and status(server)["counters"]["stored_blocks"] > 0
-        )
-        assert status(server)["sessions"], "the real server is used again"
+            lambda: serve(llm, [prompt(23)]) and status(server)["counters"]["stored_blocks"] > 0
+        ), "the real server is used again"
 
 
-@needs_two_users
 def test_another_user_who_has_the_name_alone_keeps_nobody_from_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,45 +125,31 @@ def test_another_user_who_has_the_name_alone_keeps_nobody_from_the_server(
     with ServerProcess(*POOL) as server:
         name = doors(server)[1]
         server.stop()
-        with false_server(welcome(pool_of_other()), pool_of_other(), name=name) as other:
+        with false_server(welcome(), POOL_OF_OTHER, name=name) as other:
             server.start()
             assert "engines on this host connect by TCP" in server.log()
-            with kvkeep.connect(server.address, required=True, wait_ms=10_000, **CACHE) as cache:
-                assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2
-                assert cache.contains(range(8)) == 2
+            with clients.connect(server.address) as cache:
+                assert stores(cache, TOKENS) == holds(cache, TOKENS) == 2
             assert other.ask()["heard"] == NOTHING
-    assert "another user" not in caplog.text, (
-        "there is a server, so there is nothing to complain about"
-    )
+    assert "another user" not in caplog.text, "the server was found"
 
 
-@needs_two_users
-def test_a_socket_with_a_file_in_a_directory_for_all_is_looked_at_as_well() -> None:
-    directory = Path(f"/tmp/kvkeep-for-all-{os.getpid()}")
-    directory.mkdir()
+def test_a_server_at_a_socket_with_a_file_is_checked_as_well(directory: Path) -> None:
     directory.chmod(0o1777)
-    path = directory / "socket"
-    try:
-        with false_server(welcome(pool_of_other()), pool_of_other(), name=str(path)) as other:
-            with pytest.raises(Unavailable, match=f"uid {OTHER_UID}"):
-                kvkeep.connect(f"ipc://{path}", required=True, wait_ms=1_000, **CACHE)
-            heard = other.ask()
-            assert heard["heard"] == NOTHING and heard["accepted"]["unix"] > 0
-            users = ClientOptions(address=f"ipc://{path}", trusted_users=(OTHER_UID,))
-            with pytest.raises(Unavailable, match="can be written by other users"):
-                kvkeep.connect(options=users, required=True, wait_ms=1_000, **CACHE)
-            assert other.ask()["heard"]["unix"] > 0, (
-                "who is trusted is spoken to, and its pool is looked at"
-            )
-    finally:
-        path.unlink(missing_ok=True)
-        directory.rmdir()
+    address = f"ipc://{directory}/socket"
+    with false_server(welcome(), POOL_OF_OTHER, name=f"{directory}/socket") as other:
+        with pytest.raises(Unavailable, match=f"uid {ATTACKER}"):
+            clients.connect(address, wait_ms=1_000)
+        heard = other.ask()
+        assert heard["heard"] == NOTHING and heard["accepted"]["unix"] > 0
+        with pytest.raises(Unavailable, match="can be written by other users"):
+            clients.connect(address, wait_ms=1_000, trusted_users=(ATTACKER,))
+        assert other.ask()["heard"]["unix"] > 0, "a trusted user is spoken to; its pool is checked"
 
 
 # -- as an engine
 
 
-@needs_two_users
 def test_another_user_is_closed_before_anything_is_answered() -> None:
     with ServerProcess(*POOL) as server:
         for number, where in enumerate((*doors(server), *doors(server))):
@@ -179,82 +158,67 @@ def test_another_user_is_closed_before_anything_is_answered() -> None:
         assert status(server)["counters"]["sessions_opened"] == 0
         [line] = lines_of_other(server.log())
         assert "was turned away" in line and "trusted_users" in line
-        with kvkeep.connect(server.address, required=True, wait_ms=10_000, **CACHE) as cache:
-            assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2
+        with clients.connect(server.address) as cache:
+            assert stores(cache, TOKENS) == 2
 
 
-@needs_two_users
 def test_a_user_that_was_named_is_let_in() -> None:
-    with ServerProcess(*POOL, "--trusted-users", str(OTHER_UID)) as server:
+    with ServerProcess(*POOL, "--trusted-users", str(ATTACKER)) as server:
         for where in doors(server):
             heard = say_as_other(where, HELLO)
             assert not heard["closed"] and b"KVKP" in bytes.fromhex(heard["came"])
-        assert (
-            status(server)["auth_failures"] == {}
-            and status(server)["counters"]["sessions_opened"] == 2
-        )
+        assert status(server)["auth_failures"] == {}
+        assert status(server)["counters"]["sessions_opened"] == 2
 
 
-@needs_two_users
-@pytest.mark.parametrize("users", ["none", str(OTHER_UID)])
-def test_a_socket_with_a_file_is_open_to_users_that_were_named(users: str) -> None:
-    directory = Path(f"/tmp/kvkeep-socket-{os.getpid()}")
-    directory.mkdir()
-    directory.chmod(0o755)
-    try:
-        with ServerProcess(
-            *POOL, "--address", f"ipc://{directory}/socket", "--trusted-users", users
-        ) as server:
-            heard = say_as_other(f"{directory}/socket", HELLO)
-            if users == "none":
-                assert heard == {"refused": "PermissionError"}
-            else:
-                assert b"KVKP" in bytes.fromhex(heard["came"])
-            assert status(server)["counters"]["sessions_opened"] == (users != "none")
-    finally:
-        directory.rmdir()
+@pytest.mark.parametrize("users", ["none", str(ATTACKER)])
+def test_a_socket_with_a_file_is_open_to_users_that_were_named(directory: Path, users: str) -> None:
+    flags = ("--address", f"ipc://{directory}/socket", "--trusted-users", users)
+    with ServerProcess(*POOL, *flags) as server:
+        heard = say_as_other(f"{directory}/socket", HELLO)
+        if users == "none":
+            assert heard == {"refused": "PermissionError"}
+        else:
+            assert b"KVKP" in bytes.fromhex(heard["came"])
+        assert status(server)["counters"]["sessions_opened"] == (users != "none")
 
 
 # -- in another user namespace
 
 
-@needs_two_users
 @needs_namespaces
-def test_a_server_in_a_user_namespace_refuses_a_user_that_it_cannot_map_and_says_what_to_do() -> (
-    None
-):
-    with ServerInNamespace(*POOL) as server:
+def test_a_server_in_a_user_namespace_refuses_a_user_that_it_cannot_map() -> None:
+    with ServerAs(AS_ROOT_INSIDE, *POOL) as server:
         for where in doors(server):
             assert say_as_other(where, HELLO) == {"came": "", "closed": True}
         assert status(server)["auth_failures"] == {"other_user": 2}
-        assert "one user namespace" in server.log() and f"uid {OTHER_UID}" not in server.log()
-        with kvkeep.connect(server.address, required=True, wait_ms=10_000, **CACHE) as cache:
-            assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2, (
-                "who is mapped is let in"
-            )
+        assert "one user namespace" in server.log() and f"uid {ATTACKER}" not in server.log()
+        with clients.connect(server.address) as cache:
+            assert stores(cache, TOKENS) == 2, "a user that is mapped is let in"
 
 
 IN_A_NAMESPACE = """
-import json, sys, kvkeep, kvkeep.errors
+import sys, kvkeep.errors
+sys.path.insert(0, sys.argv[2])
+import clients
 try:
-    kvkeep.connect(sys.argv[1], required=True, wait_ms=1_000, **json.loads(sys.argv[2]))
+    clients.connect(sys.argv[1], wait_ms=1_000)
 except kvkeep.errors.Unavailable as error:
     print(error)
 """
 
 
-@needs_two_users
 @needs_namespaces
 @pytest.mark.parametrize("inside", [AS_ROOT_INSIDE, ("unshare", "--user")])
 def test_an_engine_in_a_user_namespace_says_nothing_to_a_server_that_it_cannot_map(
     inside: tuple[str, ...],
 ) -> None:
-    """Also if it is mapped to nobody itself, and so looks like the other one."""
+    """Also if its own user is not mapped, and so looks like the attacker."""
     with ServerProcess(*POOL) as server:
         port, name = port_of(server), doors(server)[1]
         address = server.address
-    with false_server(welcome(pool_of_other()), pool_of_other(), port, name) as other:
-        command = [*inside, sys.executable, "-c", IN_A_NAMESPACE, address, json.dumps(CACHE)]
+    with false_server(welcome(), POOL_OF_OTHER, port, name) as other:
+        command = [*inside, sys.executable, "-c", IN_A_NAMESPACE, address, clients.__file__[:-11]]
         ended = subprocess.run(command, capture_output=True, text=True)
         heard = other.ask()
     assert "one user namespace" in ended.stdout, ended.stderr

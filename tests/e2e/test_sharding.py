@@ -1,15 +1,14 @@
-"""Engines of several ranks against a real daemon: who stores which shard, who may see a block, and
-which bytes it has.
+"""Ranks that store at different times against a real server, and models that differ: which blocks
+can be seen, and with which bytes.
 
-A block's bytes are a function of its key and its shard, so a shard in the wrong place, or a block
-of another engine, fails the run. Ranks are threads of this process, each with a WorkerAdapter, a
-session and tensors of its own."""
+A block's bytes are a function of its key and its shard, so that a shard in the wrong place, or a
+block of another engine, is noticed. Ranks are threads of this process, each with a WorkerAdapter, a
+session and tensors of its own. test_engine_sharding.py shows the rest with whole engines."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from engines import Since, eventually
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
@@ -26,17 +27,10 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
-from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
-torch: Any = pytest.importorskip("torch")
-
-BLOCKS, BLOCK_TOKENS, SIZE, LAYERS = (
-    8,
-    4,
-    16,
-    4,
-)  # blocks a rank has, tokens a block, numbers a head, layers in all
+BLOCKS, BLOCK_TOKENS = 8, 4  # blocks of a rank, tokens of a block
+SIZE, LAYERS = 16, 4  # numbers of a head, layers of the model
 PROMPT = list(range(BLOCK_TOKENS * 5))
 _models = itertools.count()
 
@@ -46,41 +40,12 @@ def patient(address: str) -> ClientOptions:
     return ClientOptions(address=address, lookup_deadline_ms=60_000, store_deadline_ms=60_000)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(
-        "--pool-size", "32MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms"
-    ) as running:
-        yield running
-
-
-def counted(server: ServerProcess) -> dict[str, float]:
-    """Counters and histogram counts from /metrics, by name with labels."""
-    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    return {
-        name: float(value)
-        for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")
-    }
-
-
-class Difference:
-    """What a counter has grown by since this was made."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._server, self._before = server, counted(server)
-
-    def __call__(self, name: str) -> int:
-        return int(counted(self._server).get(name, 0) - self._before.get(name, 0))
-
-
 @dataclass(frozen=True)
 class Model:
     """How an engine is cut, and what it computes with."""
 
     tp: int = 1
     pp: int = 1
-    mla: bool = False
     kv_heads: int = 8
     name: str = "m"
     revision: str = "1"
@@ -90,42 +55,31 @@ class Model:
 
     @property
     def strategies(self) -> list[ParallelStrategy]:
-        heads = None if self.mla else self.kv_heads
-        world = range(self.tp * self.pp)
-        cut = {"tp_size": self.tp, "pp_size": self.pp, "use_mla": self.mla, "num_kv_heads": heads}
-        return [ParallelStrategy.of(rank=rank, **cut) for rank in world]
-
-    @property
-    def heads_a_rank(self) -> int:
-        return 1 if self.mla else max(1, self.kv_heads // self.tp)
-
-    @property
-    def layers_a_rank(self) -> int:
-        return LAYERS // self.pp
+        cut = {"tp_size": self.tp, "pp_size": self.pp, "num_kv_heads": self.kv_heads}
+        return [ParallelStrategy.of(rank=rank, **cut) for rank in range(self.tp * self.pp)]
 
     def tensors(self) -> list[Any]:
-        shape = (BLOCKS, 2, self.block_tokens, self.heads_a_rank, SIZE)
-        return [
-            torch.zeros(shape, dtype=getattr(torch, self.dtype)) for _ in range(self.layers_a_rank)
-        ]
+        heads = max(1, self.kv_heads // self.tp)
+        shape = (BLOCKS, 2, self.block_tokens, heads, SIZE)
+        dtype = getattr(torch, self.dtype)
+        return [torch.zeros(shape, dtype=dtype) for _ in range(LAYERS // self.pp)]
 
     @property
     def shape(self) -> BlockShape:
         shards = self.strategies[0].kv_world_size
-        tensor = self.tensors()[0]
-        nbytes = tensor[0].numel() * tensor.element_size() * self.layers_a_rank
+        nbytes = sum(tensor[0].nbytes for tensor in self.tensors())
         identity = ModelIdentity(
             model=self.name,
             revision=self.revision,
             kv_dtype=self.dtype,
             block_tokens=self.block_tokens,
-            content=f"{self.layout} {LAYERS} {self.kv_heads} {SIZE} mla={self.mla}",
+            content=f"{self.layout} {LAYERS} {self.kv_heads} {SIZE}",
         )
         return BlockShape(identity, (nbytes,) * shards, cut=self.strategies[0].cut)
 
-    def keys(self, tokens: list[int], lora: str = "", salt: str | None = None) -> bytes:
-        chain = KeyChain(root_key(self.shape.identity, salt, lora=lora), self.block_tokens)
-        chain.extend(tokens)
+    def keys(self) -> bytes:
+        chain = KeyChain(root_key(self.shape.identity, None), self.block_tokens)
+        chain.extend(PROMPT)
         return chain.keys()
 
 
@@ -264,50 +218,8 @@ def fresh(**cut: Any) -> Model:
     return Model(name=f"m{next(_models)}", **cut)
 
 
-CUTS = [
-    {"tp": 1, "pp": 1},
-    {"tp": 2, "pp": 1},
-    {"tp": 4, "pp": 1},
-    {"tp": 8, "pp": 1},
-    {"tp": 1, "pp": 4},
-    {"tp": 2, "pp": 2},
-    {"tp": 4, "pp": 2},
-    {"tp": 2, "pp": 4},
-    {"tp": 8, "pp": 1, "kv_heads": 2},
-    {"tp": 4, "pp": 2, "kv_heads": 2},
-    {"tp": 4, "pp": 1, "kv_heads": 1},
-    {"tp": 1, "pp": 1, "mla": True},
-    {"tp": 8, "pp": 1, "mla": True},
-    {"tp": 4, "pp": 2, "mla": True},
-    {"tp": 2, "pp": 4, "mla": True},
-]
-
-
 def named(cut: dict[str, Any]) -> str:
     return "-".join(f"{name}{value}" for name, value in cut.items())
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=named)
-def test_every_shard_is_stored_once_and_every_rank_loads_its_own(
-    start: Start, server: ServerProcess, cut: dict[str, Any]
-) -> None:
-    model = fresh(**cut)
-    engine, keys, grown = start(model), model.keys(PROMPT), Difference(server)
-    storing = [strategy.stores for strategy in model.strategies]
-    shards = model.strategies[0].kv_world_size
-    assert engine.store(keys) == [5 if stores else 0 for stores in storing]
-    assert (
-        grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}')
-        == sum(storing)
-        == shards
-    )
-    assert grown('kvkeep_request_duration_seconds_count{kind="CompleteStore"}') == shards
-    assert grown("kvkeep_stored_blocks_total") == 5 * shards
-    assert grown("kvkeep_stored_bytes_total") == 5 * sum(model.shape.shard_bytes)
-    assert engine.load(keys) == 5
-    assert engine.load(model.keys([*PROMPT[:12], 999, *PROMPT[13:]])) == 3, (
-        "as far as the prompts agree"
-    )
 
 
 @pytest.mark.parametrize("cut", [{"tp": 4, "pp": 2}, {"tp": 8, "pp": 1, "kv_heads": 4}], ids=named)
@@ -315,7 +227,7 @@ def test_a_block_is_seen_when_its_last_shard_is_in_and_no_sooner(
     start: Start, cut: dict[str, Any]
 ) -> None:
     model = fresh(**cut)
-    engine, keys = start(model), model.keys(PROMPT)
+    engine, keys = start(model), model.keys()
     storing = [rank for rank in engine.ranks if rank.strategy.stores]
     for rank in reversed(storing):
         assert engine.hits(keys) == 0
@@ -325,7 +237,7 @@ def test_a_block_is_seen_when_its_last_shard_is_in_and_no_sooner(
 
 def test_shards_that_arrive_unevenly_show_what_all_of_them_have(start: Start) -> None:
     model = fresh(tp=2)
-    engine, keys = start(model), model.keys(PROMPT)
+    engine, keys = start(model), model.keys()
     first, second = engine.ranks
     assert engine.store(keys, [first]) == [5]
     assert engine.store(keys[: 2 * 16], [second]) == [2]
@@ -334,57 +246,21 @@ def test_shards_that_arrive_unevenly_show_what_all_of_them_have(start: Start) ->
     assert engine.load(keys) == 5
 
 
-def test_mla_on_eight_ranks_makes_one_store_of_each_block(
-    start: Start, server: ServerProcess
-) -> None:
-    model = fresh(tp=8, mla=True)
-    engine, keys, grown = start(model), model.keys(PROMPT), Difference(server)
-    assert engine.store(keys) == [5, 0, 0, 0, 0, 0, 0, 0]
-    assert grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}') == 1
-    assert grown("kvkeep_stored_blocks_total") == 5
-    assert engine.load(keys) == 5, "and all eight load that copy"
-
-
 def test_all_ranks_of_two_replicas_storing_at_once_write_each_shard_once(
     start: Start, server: ServerProcess
 ) -> None:
     model = fresh(tp=2, pp=2)
-    replicas, keys, grown = [start(model), start(model)], model.keys(PROMPT), Difference(server)
+    replicas, keys, grown = [start(model), start(model)], model.keys(), Since(server)
     with ThreadPoolExecutor(2) as pool:
         written = list(pool.map(lambda replica: replica.store(keys), replicas))
     assert [sum(counts) for counts in zip(*written, strict=True)] == [5] * 4
-    assert grown("kvkeep_stored_blocks_total") == 20
+    assert grown("stored_blocks") == 20
     for replica in replicas:
         assert eventually(lambda replica=replica: replica.hits(keys) == 5)
         assert replica.load(keys) == 5
 
 
-# -- who never shares
-
-
-def test_engines_cut_differently_never_read_each_others_blocks(start: Start) -> None:
-    name = fresh().name
-    cuts: list[dict[str, Any]] = [
-        {"tp": 2},
-        {"tp": 4},
-        {"pp": 2},
-        {"pp": 4},
-        {"tp": 2, "pp": 2},
-        {"mla": True},
-    ]
-    models = [Model(name=name, **cut) for cut in cuts]
-    engines = [start(model) for model in models]
-    assert len({model.keys(PROMPT) for model in models if not model.mla}) == 1, (
-        "keys say what the numbers mean"
-    )
-    assert len({model.shape.fingerprint for model in models}) == len(models), (
-        "layouts how they are cut"
-    )
-    for engine, model in zip(engines, models, strict=True):
-        assert engine.hits(model.keys(PROMPT)) == 0, "though the server has blocks of the same keys"
-        engine.store(model.keys(PROMPT))
-    for engine, model in zip(engines, models, strict=True):
-        assert engine.load(model.keys(PROMPT)) == 5, "its own"
+# -- models that never share
 
 
 @pytest.mark.parametrize(
@@ -403,28 +279,16 @@ def test_engines_cut_differently_never_read_each_others_blocks(start: Start) -> 
 def test_any_change_of_the_model_is_a_miss(start: Start, change: dict[str, Any]) -> None:
     base = {"name": f"m{next(_models)}"}
     model, other = Model(**base), Model(**(base | change))
-    start(model).store(model.keys(PROMPT))
-    assert start(other).hits(other.keys(PROMPT)) == 0
-    assert start(model).load(model.keys(PROMPT)) == 5, "an equal engine hits"
-
-
-def test_adapters_and_salts_have_keys_of_their_own(start: Start) -> None:
-    model = fresh(tp=2)
-    engine = start(model)
-    variants = [{}, {"lora": "french"}, {"lora": "polish"}, {"salt": "alice"}, {"salt": "french"}]
-    for variant in variants:
-        assert engine.hits(model.keys(PROMPT, **variant)) == 0
-        assert engine.store(model.keys(PROMPT, **variant)) == [5, 5]
-    for variant in variants:
-        assert engine.load(model.keys(PROMPT, **variant)) == 5
+    start(model).store(model.keys())
+    assert start(other).hits(other.keys()) == 0
+    assert start(model).load(model.keys()) == 5, "an equal engine hits"
 
 
 def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(
     server: ServerProcess,
 ) -> None:
-    """The model identity says nothing of it, the bytes of a block are as many, the checksums would
-    match: only the order of the dimensions in memory differs, and with it the meaning of every
-    byte."""
+    """Identity, block size and checksums agree: only the order of the dimensions in memory differs,
+    and with it the meaning of every byte."""
     identity = ModelIdentity(
         model="careless", revision="1", kv_dtype="float32", block_tokens=4, content="as ever"
     )

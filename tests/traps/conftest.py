@@ -1,5 +1,4 @@
-"""One file for each numbered trap: what a peer's users met, shown not to happen here with real
-processes."""
+"""The helpers of tests/e2e, and a server for all tests of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import pytest
 from kvkeep.testing.process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-sys.path.insert(0, str(Path(__file__).parent))
 from engines import POOL
 
 
