@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.connector import params
+from kvkeep.client import hints
 from kvkeep.errors import SettingsError
 from kvkeep.server import quotas
 from kvkeep.server import settings as server_settings
@@ -47,7 +47,7 @@ def test_each_reader_reads_something_and_refuses_something(
 
 def test_params_that_raise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        params, "_integer", lambda mapping, name, most, default: mapping.get(name, default)
+        hints, "_integer", lambda mapping, name, most, default: mapping.get(name, default)
     )
     with pytest.raises((AssertionError, TypeError)):
         run_all()
