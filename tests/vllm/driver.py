@@ -85,7 +85,7 @@ def stores_under_way(worker: Any) -> int:
     """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM
     does not know."""
     adapter = _adapter()
-    return len(adapter._sources) if adapter is not None else 0
+    return adapter.jobs.stores if adapter is not None else 0
 
 
 def is_connected(worker: Any) -> bool:
