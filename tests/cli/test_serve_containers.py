@@ -213,7 +213,7 @@ def test_what_a_server_killed_while_filling_left_makes_room_for_the_next(
     assert 128 * MIB <= report["pool_bytes"] <= 175 * MIB, (
         "a quarter of what is free without the old pool"
     )
-    assert "not adopted" in server.log() and "its pool size is 4GiB" in server.log()
+    assert "not reusing the old pool" in server.log() and "its pool size is 4GiB" in server.log()
     assert group.used_bytes() < 400 * MIB, "the old pool's memory is free"
     assert group.kills() == kills
 

@@ -192,7 +192,7 @@ class Cache:
         return chain
 
     def _give_up(self, call: Call, loaded_tokens: int = 0) -> None:
-        """The server hears of it now, and not when the keeper comes by: what is leased cannot make
+        """The server hears of it now, and not with the next heartbeat: leased blocks cannot make
         room for others."""
         self.connection.give_up(call, loaded_tokens=loaded_tokens)
         self.connection.poll()

@@ -40,7 +40,7 @@ class QueuedLoad(NamedTuple):
 def take_together(
     waiting: deque[QueuedLoad], block_bytes: int, most_bytes: int
 ) -> list[QueuedLoad]:
-    """Takes the next load, and those behind it as long as all are no larger than that."""
+    """Takes the next load, and those behind it while all together have at most `most_bytes`."""
     loads, nbytes = list[QueuedLoad](), 0
     while waiting:
         nbytes += waiting[0].request.blocks * block_bytes
@@ -175,7 +175,7 @@ class Load:
         connection = self._connection
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, connection.layout_number, request.keys, request.skip)
-        # Bytes of other loads may come before the answer, so this is no matter of a lookup's time.
+        # Bytes of other loads may come before the answer, so a lookup's deadline would be too short.
         lookup = connection.call(message, connection.options.store_deadline_ms)
         shards = len(connection.shape.shard_bytes)
         try:
@@ -255,9 +255,9 @@ class BlockingLoader:
         fetch    slots ── bus ──► staging memory                 while the engine looks for blocks
         load                      staging memory ──► blocks      and the rest as in every load
 
-    With verification off nothing would show that such bytes are not those of a load. So they are
-    for the load of one owner, of the same slots, and for no other; and whoever calls `fetch` calls
-    `load` or `drop` before it releases the slots. The engine computes nothing meanwhile, so copies
+    With verification off nothing would show that the bytes come from other slots. So they serve
+    only a load of the same owner and the same slots, and the caller of `fetch` calls `load` or
+    `drop` before it releases the slots. The engine computes nothing meanwhile, so copies
     need not interleave with its own."""
 
     def __init__(self, memory: RankMemory, rank: int, fail: Callable[[str], None]) -> None:

@@ -225,8 +225,8 @@ class SourceBlocks:
         addresses: NDArray[np.uint64],
         copy: StoreCopy,
     ) -> int:
-        """Copies a prefix without taking the lock for each few; returns how many blocks. None if
-        some are lost or evacuated."""
+        """Copies a prefix without taking the lock for each few; returns how many blocks. Returns 0
+        if some are lost or evacuated."""
         with self._lock:
             ids = self._ids[group, positions]
             if not len(positions) or positions[-1] >= self.stop or (ids == NO_BLOCK).any():

@@ -73,12 +73,12 @@ class GroupLayout:
     @property
     def whole(self) -> bool:
         """Whether a hit of any length is a hit of every shorter length too: one group, of full
-        attention. Then a request may also be found to its last token, of which every other engine
-        computes the last one again."""
+        attention. Then a hit may also cover the prompt to its last token; an engine computes that
+        token again."""
         return len(self._places) == 1 and self._places[0].kind == "full"
 
     def may_lack(self, piece: int) -> bool:
-        """Whether a block is of use to somebody without this piece."""
+        """Whether a request can use a block that lacks this piece: one inside its window, say."""
         return self._places[piece].kind != "full"
 
     def group_of(self, piece: int) -> int:

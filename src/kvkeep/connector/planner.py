@@ -12,7 +12,7 @@ raises because of a server, a network or a request's params. The rules:
 - Two requests that miss the same block load it once: the second waits, and then finds the block in
   the engine's prefix cache.
 - Blocks that are computed faster than loaded are not loaded (cost_model.py). That is decided once,
-  when the answer is there.
+  when the answer is there; a request of which one small block is missing does not wait for it.
 - A request whose load failed is not offered a hit again, so it cannot fail for ever.
 - Only blocks that are computed and verified are stored, generated tokens included. Blocks that the
   server has are not stored again.
@@ -41,8 +41,8 @@ from kvkeep.kv.keys import KEY_BYTES
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one group, or a row for each part of a block
 
-# Generated blocks are stored several at a time: until the answer is complete no other request can
-# ask for them.
+# Generated blocks are stored several at a time: no other request can ask for them before this one
+# has ended.
 BLOCKS_TOGETHER = 8
 
 
@@ -268,7 +268,8 @@ class CachePlanner:
         """The request has ended. Returns its `kv_transfer_params`; None if it came without any."""
         state.finished = True
         if not state.loads:
-            self._release(state)  # stores may take as long as the engine is idle
+            # Now, and not when its stores end: an idle engine makes no step that would tell of it.
+            self._release(state)
         self._finish_conversation(state)
         return state.hints.reply(state.loaded * self._layout.block_tokens)
 
@@ -386,8 +387,8 @@ class CachePlanner:
         state = job.request
         self._readers.remove(job.number)
         if job.incomplete and not self._layout.whole:
-            # Windows and states of the earlier blocks are gone. Blocks without them are of no use,
-            # and would be in the way of those that have them.
+            # The engine no longer has the windows and states of the earlier blocks. Stored without
+            # them, those blocks would keep another engine from storing them whole.
             state.writes = False
         elif job.incomplete:
             # The server was away, is another one, or had no room. It takes no block without those

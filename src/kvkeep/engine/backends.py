@@ -20,7 +20,8 @@ from kvkeep.server.embedded import EmbeddedServer
 
 
 class CacheBackend(Protocol):
-    """Makes the two sides of the seam for one engine, which loads from it when `load_when` says."""
+    """Makes the scheduler's and the workers' side of a cache for one engine; `load_when` says which
+    hits the engine loads."""
 
     load_when: LoadWhen
 

@@ -156,7 +156,7 @@ class GpuCopier:
             lane.copies.engine_busy = busy
 
     def evacuate(self, piece: int, block_ids: NDArray[np.int64]) -> list[EvacuatedBlock]:
-        """CopyStreams of these blocks, in memory of our own, ordered before whatever the engine does
+        """Copies of these blocks, in memory of our own, ordered before whatever the engine does
         next. MemoryError if there is no room."""
         return self._aside.take(self._units[piece], _checked(self._runs[piece], block_ids))
 

@@ -194,7 +194,7 @@ class Cuda:
         stream.synchronize()
 
     def batch(self) -> Batch:
-        """CopyStreams, kernels and marks that begin together, and are not waited for."""
+        """Copies, kernels and marks that begin together, and are not waited for."""
         return Batch(self)
 
     @functools.cached_property

@@ -32,9 +32,9 @@ class LoadedPart(NamedTuple):
 
 
 class Fetched:
-    """Bays with the first bytes of some slots, there or on their way, while nobody knows yet which
-    blocks they go to. The slots must stay as they are until a load has taken the buffers and is over,
-    and be ours until this is closed."""
+    """Staging buffers with the first bytes of some slots, copied or on their way, before it is known
+    which blocks they go to. The slots must not change until a load has taken the buffers and has
+    ended, and stay leased until this is closed."""
 
     def __init__(
         self,

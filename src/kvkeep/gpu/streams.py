@@ -1,5 +1,5 @@
-"""CopyStreams of one direction over the bus, on two streams in slice, so that an engine's own copies have
-their slice, too.
+"""Copies of one direction over the bus, in slices on two streams, so that an engine's own copies
+interleave with them.
 
 A copy engine of a GPU stays with a stream for as long as that has work that can begin. All on one
 stream, our copies would make those of an engine, such as a step's inputs and its tokens, wait for

@@ -141,7 +141,8 @@ class SchedulerConnector:
         late_steps = _LATE_STEPS if is_late and self._worker is not None else 0
         self._uncounted_steps = late_steps  # under way that were built before this object
         self._under_way = 0  # steps whose results have not come
-        self._is_idle = not late_steps  # the last step computed nothing
+        # The last step computed nothing, or the only running request is the one that asks now.
+        self._is_idle = not late_steps
         self._loaded: set[str] = set()  # requests whose loads ended, until vLLM looks at them
         self._counts: Counter[str] = Counter()
         self._rank_outages: dict[int, Outage] = {}  # as those ranks report them
@@ -233,8 +234,8 @@ class SchedulerConnector:
             self._take_in(self._worker.stores_handed_over(), counted=False)
         state.in_step = self._may_load_in_step(state)
         # Of a prompt that the server has as a whole, one token is computed and not a block: that is
-        # a decode step, for which vLLM has a CUDA graph. Where there are windows or states, what
-        # the last token begins with must be computed.
+        # a decode step, for which vLLM has a CUDA graph. Windows and states are found at the ends
+        # of blocks only, so with them the last block is left out.
         limit = (request.num_tokens - (not self._layout.whole)) // self._layout.block_tokens
         blocks = local_tokens // self._layout.block_tokens
         found = self.planner.lookup(state, blocks, limit)
@@ -389,7 +390,7 @@ class SchedulerConnector:
         self._has_waited = False
         self._is_reset &= self._is_idle
         self._under_way += 1
-        # Before 0.32, vLLM's scan of waiting requests stops at the first one that does not fit. If
+        # vLLM's scan of waiting requests, before 0.32, stops at the first one that does not fit. If
         # that one needs blocks that loaded requests behind it hold, nothing is ever computed again.
         # While that lasts, `lookup` makes vLLM skip every request that it asks about in every other
         # step, so that the scan reaches the loaded ones.
@@ -429,7 +430,7 @@ class SchedulerConnector:
         # wait until there are several.
         at_once = not layout.whole or not after_step or computed_tokens <= prompt_tokens
         blocks = min(computed_tokens // layout.block_tokens, state.num_blocks)
-        # Every new block of a prompt is held (RequestState.hold), also if it is not stored.
+        # RequestState.hold must hear of every new block of a prompt, also if none is stored.
         if computed_tokens < prompt_tokens:
             next_blocks = blocks + 1
         else:
@@ -480,9 +481,9 @@ class SchedulerConnector:
     # -- siblings
 
     def _look_for_sibling_loads(self, work: Iterable[str]) -> None:
-        """A request that has tokens which neither vLLM nor kvkeep had, in the step that asked for
-        them, has them loaded by a sibling in that step. What a sibling loads in the background has
-        ended, well or not, before its request is scheduled."""
+        """Notes that a sibling loads in this step: a request that asked in this step has more
+        computed tokens than vLLM and kvkeep gave it. Background loads of siblings need no note:
+        they have ended, well or not, before their request is scheduled."""
         for request_id in work:
             state = self._requests.get(request_id)
             if state is None or state.asked_in != self._sibling_loads.step:

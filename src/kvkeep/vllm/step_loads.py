@@ -99,11 +99,11 @@ class StepLoads:
                 request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
             )
 
-    def load_now(self, side: CachePlanner, job: Job) -> Finished:
+    def load_now(self, planner: CachePlanner, job: Job) -> Finished:
         """Makes that load in the calling thread."""
         assert self.worker is not None
         self._ahead_for = ""
-        report = self.worker.load_now(job.request_id, job.number, side.take_load(job))
+        report = self.worker.load_now(job.request_id, job.number, planner.take_load(job))
         self.took(report.seconds.get(job.number, 0.0))
         return report
 
