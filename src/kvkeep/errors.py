@@ -4,6 +4,8 @@
     ├── SettingsError        a setting is unknown, malformed or contradicts another
     ├── PoolError            the shared-memory pool cannot be made, opened, shared or copied
     │   └── UntrustedPool    it belongs to another user, or others may write it: it is not mapped
+    ├── TierError            a tier cannot be made or opened, or failed
+    │   └── TierFault        its device is missing, full or fails: a server starts without it
     ├── ProtocolError        a peer sent what the protocol does not allow
     ├── DeviceError          a GPU's driver, compiler or memory refused something
     ├── RequestError         a request that was understood and refused; travels as an error reply
@@ -39,6 +41,14 @@ class PoolError(KVKeepError):
 
 class UntrustedPool(PoolError):
     """It belongs to a user who is not trusted, or others may write it."""
+
+
+class TierError(KVKeepError):
+    """A tier beyond memory cannot be made or opened, or failed."""
+
+
+class TierFault(TierError):
+    """The tier's device is missing, full or fails. It is no mistake in the settings."""
 
 
 class DeviceError(KVKeepError):

@@ -129,6 +129,10 @@ class KeyChain:
         return len(self._keys) // KEY_BYTES
 
     @property
+    def block_tokens(self) -> int:
+        return self._block_tokens
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens so far, including the tail."""
         return len(self) * self._block_tokens + len(self._tail) // TOKEN_BYTES

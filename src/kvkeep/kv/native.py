@@ -183,12 +183,12 @@ class ChainWalker:
         )
         return self._rows[count - found : count].copy()
 
-    def hold(self, rows: list[int]) -> int:
+    def hold(self, rows: NDArray[np.int64]) -> int:
         """Counts one more lease or write on each row. Returns how many rows have become held,
         ancestors included."""
         return self._change(self._library.kvkeep_hold, rows)
 
-    def let_go(self, rows: list[int]) -> int:
+    def let_go(self, rows: NDArray[np.int64]) -> int:
         """Counts one lease or write less on each row. Returns how many rows are no longer held."""
         return self._change(self._library.kvkeep_let_go, rows)
 
@@ -197,7 +197,7 @@ class ChainWalker:
         found: int = self._library.kvkeep_not_held(self._parents, self._held, self._count, row)
         return found
 
-    def _change(self, function: Callable[..., int], rows: list[int]) -> int:
+    def _change(self, function: Callable[..., int], rows: NDArray[np.int64]) -> int:
         if len(rows) > len(self._rows):
             self._use_rows(len(rows))
         self._rows[: len(rows)] = rows

@@ -11,6 +11,15 @@ head. One of them stores, all load.
     tp_rank   0   1   2   3 │ 0   1   2   3
     kv_rank   0   0   1   1 │ 2   2   3   3       the shard: stored under this number, loaded from it
     stores    ●   ·   ●   · │ ●   ·   ●   ·
+
+Engines of several tensor-parallel sizes share blocks if all cut KV heads into the same number of
+shards (`cut_into`). A rank then holds several neighbouring ones:
+
+    eight KV heads, four shards     0     1     2     3
+    heads                          0 1   2 3   4 5   6 7
+    rank at TP=1                   0     0     0     0
+    rank at TP=2                   0     0     1     1
+    rank at TP=4                   0     1     2     3
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Invariants: world_size == tp_size * pp_size; `replicas` divides tp_size, so that no shard spans
     two pipeline stages; kv_rank == rank // replicas. Of all ranks, exactly one `stores` each shard
-    0..kv_world_size-1."""
+    0..kv_shards-1."""
 
     use_mla: bool
     tp_size: int
@@ -35,6 +44,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     rank: int
     kv_world_size: int
     kv_rank: int
+    shards_per_rank: int = 1
 
     @classmethod
     def of(
@@ -68,10 +78,28 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             kv_rank=rank // replicas,
         )
 
+    def cut_into(self, tp_shards: int | None, num_kv_heads: int) -> ParallelStrategy:
+        """This strategy with KV heads cut into `tp_shards` shards, or into one for each head where
+        there are fewer heads. None, and any number with MLA, which has no heads to cut: a shard for
+        each rank. `num_kv_heads` is the model's total."""
+        if tp_shards is None or self.use_mla:
+            return self
+        _check_at_least("tp_shards", tp_shards, 1)
+        _check_at_least("num_kv_heads", num_kv_heads, 1)
+        shards, ranks = min(tp_shards, num_kv_heads), self.tp_size // self.replicas
+        if shards % ranks or num_kv_heads % shards:
+            raise _refusal(
+                f"{num_kv_heads} KV heads on {ranks} ranks cannot be cut into {shards} shards"
+                " (kvkeep.tp_shards)",
+                "set kvkeep.tp_shards to the largest tensor-parallel size among engines that share:"
+                " it must divide the KV heads and be a multiple of each of their sizes",
+            )
+        return msgspec.structs.replace(self, shards_per_rank=shards // ranks)
+
     def __post_init__(self) -> None:
         if type(self.use_mla) is not bool:
             raise _refusal(f"use_mla must be true or false, not {self.use_mla!r}")
-        for field in ("tp_size", "pp_size", "world_size", "kv_world_size"):
+        for field in ("tp_size", "pp_size", "world_size", "kv_world_size", "shards_per_rank"):
             _check_at_least(field, getattr(self, field), 1)
         for field in ("rank", "kv_rank"):
             _check_at_least(field, getattr(self, field), 0)
@@ -98,10 +126,21 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.world_size // self.kv_world_size
 
     @property
+    def kv_shards(self) -> int:
+        """How many shards all ranks hold together."""
+        return self.kv_world_size * self.shards_per_rank
+
+    @property
+    def shards(self) -> range:
+        """The shards that this rank holds."""
+        first = self.kv_rank * self.shards_per_rank
+        return range(first, first + self.shards_per_rank)
+
+    @property
     def cut(self) -> str:
         """How a block is divided, for the fingerprint of a layout. Ranks that hold the same bytes
         are one shard, so MLA is divided alike at every tensor-parallel size."""
-        return f"heads in {self.tp_size // self.replicas}, layers in {self.pp_size}"
+        return f"heads in {self.kv_shards // self.pp_size}, layers in {self.pp_size}"
 
     @property
     def tp_rank(self) -> int:
@@ -115,7 +154,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def stores(self) -> bool:
-        """Whether this rank stores shard `kv_rank`. Every rank loads it."""
+        """Whether this rank stores its shards. Every rank loads its own."""
         return self.rank % self.replicas == 0
 
 

@@ -40,11 +40,6 @@ class Presence:
             return
         np.subtract.at(self._cells, self._at(heads), _ONE)
 
-    def count(self, heads: NDArray[np.uint64]) -> None:
-        """Counts exactly these blocks."""
-        self._cells[:] = 0
-        self.add(heads)
-
     def lacks(self, key: bytes) -> bool:
         """Whether the server has no block of this key."""
         return not self._cells[cell_of(key, self._mask)]

@@ -116,11 +116,7 @@ class BlockRuns:
 
         Layers of a list are named by their place in it. Raises RequestError, naming the layer, for
         memory in which blocks cannot be copied."""
-        named = (
-            dict(layers)
-            if isinstance(layers, Mapping)
-            else {str(i): layer for i, layer in enumerate(layers)}
-        )
+        named = by_name(layers)
         if not named:
             raise RequestError(
                 "bad_request", "no layers given: there is nothing to copy", field="layers"
@@ -143,6 +139,32 @@ class BlockRuns:
             keepalive=tuple(named.values()),
             device=described[0].device,
         )
+
+
+def by_name(layers: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Layers of a list are named by their place in it."""
+    if isinstance(layers, Mapping):
+        return dict(layers)
+    return {str(place): layer for place, layer in enumerate(layers)}
+
+
+def cut_heads(layers: Mapping[str, Any], head_dim: int, shards: int) -> list[dict[str, Any]]:
+    """Views of each shard's heads, which are neighbours in dim `head_dim` of every layer.
+    RequestError, naming the layer, if its heads do not divide evenly."""
+    cut: list[dict[str, Any]] = [{} for _ in range(shards)]
+    for name, layer in layers.items():
+        shape = tuple(getattr(layer, "shape", ()))
+        if not -len(shape) <= head_dim < len(shape) or shape[head_dim] % shards:
+            raise _refused(
+                name,
+                f"of shape {shape} has no {shards} equal parts in dim {head_dim}",
+                "kvkeep.tp_shards must divide the KV heads of every layer",
+            )
+        before, heads = head_dim % len(shape), shape[head_dim] // shards
+        for shard, views in enumerate(cut):
+            mine = slice(shard * heads, (shard + 1) * heads)
+            views[name] = layer[(slice(None),) * before + (mine,)]
+    return cut
 
 
 def _describe(name: str, layer: Any, block_dim: int) -> _Layer:

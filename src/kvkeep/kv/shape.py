@@ -19,9 +19,11 @@ DIGEST_CHARS = 12
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block. If a rank's part has
-    several pieces, because its engine separates kinds of layers, `shard_bytes[r * pieces + p]` is
-    piece p. `cut` describes how shards divide a block: ranks, heads or layers, order in memory."""
+    """A model's blocks. `shard_bytes[s]` are the bytes of shard s of each block; a KV rank holds one
+    or several neighbouring shards (`ParallelStrategy.shards`). If each has several pieces, because
+    an engine separates kinds of layers, `shard_bytes[s * pieces + p]` is piece p of it, and the
+    server knows each piece as a shard of its own. `cut` describes how shards divide a block: ranks,
+    heads or layers, order in memory."""
 
     identity: ModelIdentity
     shard_bytes: tuple[int, ...]
@@ -45,8 +47,8 @@ class BlockShape:
             )
 
     @property
-    def kv_world_size(self) -> int:
-        """How many ranks hold different parts of a block."""
+    def kv_shards(self) -> int:
+        """How many shards the ranks hold together, all pieces of each counted as one."""
         return len(self.shard_bytes) // self.pieces
 
     @property

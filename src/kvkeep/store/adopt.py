@@ -5,6 +5,7 @@
     READY, a shard may still be written    adopted; no other writer gets that shard meanwhile
     in any other state, or not verified    dropped; its slot is held while an old process lives
     slots that no row names                free
+    no room in a pool that became smaller  dropped; others move to free slots (shrink.py)
 
 Processes of the old server's sessions may still live, paused in the middle of a copy. The session
 OLD_SESSIONS holds what they may touch until the last of them ends: it is neither evicted nor handed
@@ -15,6 +16,7 @@ point and repeated: a row is free or held before anything else gets its slot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.layouts import Layout
 from kvkeep.store.seals import fold, seals
+from kvkeep.store.shrink import Slots, that_fit
 from kvkeep.store.store import OLD_SESSIONS, Session, Store, Write
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WORDS_A_KEY, BlockTable
 from kvkeep.store.tenants import tenant_word
@@ -31,6 +34,7 @@ from kvkeep.store.tree import link_all, split_keys
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Move = Callable[[NDArray[np.int64], NDArray[np.int64], int], None]  # from, to, bytes of a slot
 
 _WORDS_AT_A_TIME = 1 << 19  # of seals that are computed at once: the temporaries stay small
 
@@ -38,30 +42,42 @@ _WORDS_AT_A_TIME = 1 << 19  # of seals that are computed at once: the temporarie
 @dataclass(frozen=True)
 class Adoption:
     """The result. `rows` are those of the adopted blocks, `held` counts slots kept for old
-    processes."""
+    processes, `unfit` the blocks for which a smaller pool has no room."""
 
     blocks: int = 0
     nbytes: int = 0
     dropped: int = 0
     held: int = 0
     contradiction: bool = False
+    unfit: int = 0
     rows: Rows = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
 
 
-def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption:
+def adopt(
+    store: Store,
+    slabs: int,
+    old_sessions: bool,
+    now_ms: int,
+    fewer: int | None = None,
+    move: Move | None = None,
+) -> Adoption:
     """Adopts what the columns of a new, unused store hold, for a pool whose first `slabs` slabs are
-    unchanged.
+    unchanged. If the pool has `fewer` slabs from now on, `move` copies blocks into them.
 
     If old processes live and the columns do not tell which memory they may touch, the result is a
     `contradiction`: the store is of no use then, and only other memory is safe."""
     found = _Found(store, slabs)
-    adopted = found.provable()
+    adopted = proven = found.provable()
+    if old_sessions and not found.all_placed():
+        return Adoption(contradiction=True)
+    if fewer is not None and move is not None:
+        adopted = _shrink(store, found, proven, fewer, old_sessions, move)
+        slabs = fewer
     dropped = found.live[~np.isin(found.live, adopted, assume_unique=True)]
     held = np.empty(0, np.int64)
     if old_sessions:
-        if not found.all_placed():
-            return Adoption(contradiction=True)
-        held = _one_a_slot(store.blocks.table, dropped)
+        within = store.blocks.table.many.slot[dropped] < slabs * store.slabs.slab_bytes
+        held = _one_a_slot(store.blocks.table, dropped[within])
     many = store.blocks.table.many
     # A lease pins the last block of a chain. If that is not verified, any block may be leased.
     pinned = (many.pins[adopted] > 0) | (many.state[dropped] == READY).any()
@@ -70,12 +86,38 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
     leased = adopted[pinned] if old_sessions else held[:0]
     _settle(store, adopted, held, leased)
     _rebuild(store, slabs, adopted, held, now_ms)
-    store.blocks.presence.count(store.blocks.table.keys.words[store.blocks.table.live_rows(), 0])
+    store.blocks.presence.add(store.blocks.table.keys.words[store.blocks.table.live_rows(), 0])
     nbytes = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
     nbytes -= sum(
         store.layouts[layout].slot_bytes for layout in store.blocks.table.many.layout[held].tolist()
     )
-    return Adoption(len(adopted), nbytes, len(dropped), len(held) + len(leased), rows=adopted)
+    unfit = len(proven) - len(adopted)
+    return Adoption(
+        *(len(adopted), nbytes, len(dropped) - unfit, len(held) + len(leased)),
+        unfit=unfit,
+        rows=adopted,
+    )
+
+
+def _shrink(
+    store: Store, found: _Found, rows: Rows, slabs: int, old_sessions: bool, move: Move
+) -> Rows:
+    """Moves blocks into the first slabs; returns the rows of those that fit. A slot that an old
+    process may touch is not given to another block."""
+    table, many, slab_bytes = store.blocks.table, store.blocks.table.many, store.slabs.slab_bytes
+    nbytes = found.slot_bytes(rows)
+    live = found.live if old_sessions else found.live[:0]
+    taken = Slots(many.slot[live], found.slot_bytes(live))
+    kept = that_fit(table, rows, nbytes, taken, slab_bytes, slabs)
+    if not old_sessions:  # before their slots get other bytes
+        many.state[np.setdiff1d(found.live, kept.rows)] = FREE
+    sizes = found.slot_bytes(kept.moved)
+    for size in np.unique(sizes).tolist():
+        of_size = sizes == size
+        move(many.slot[kept.moved[of_size]], kept.to[of_size], size)
+    many.slot[kept.moved] = kept.to
+    found.seal_again(kept.moved)
+    return kept.rows
 
 
 class _Found:
@@ -100,6 +142,23 @@ class _Found:
     def all_placed(self) -> bool:
         """Whether the memory of every row is known, and all slots of a slab have one size."""
         return bool(self._placed.all() and not self._mixed.any())
+
+    def slot_bytes(self, rows: Rows) -> NDArray[np.int64]:
+        return self._slot_bytes[np.searchsorted(self.live, rows)]
+
+    def seal_again(self, rows: Rows) -> None:
+        """Seals verified blocks that got other slots."""
+        many = self._table.many
+        for number, of_layout in _split(rows, many.layout[rows]):
+            words = self._tenant_words()[many.tenant[of_layout]]
+            many.seal[of_layout] = seals(self._table, of_layout, self._layouts[number], words)
+
+    def _tenant_words(self) -> NDArray[np.uint64]:
+        """By tenant number."""
+        words = np.zeros(max(self._names, default=-1) + 1, dtype=np.uint64)
+        for number, name in self._names.items():
+            words[number] = tenant_word(name)
+        return words
 
     def provable(self) -> Rows:
         """The rows of verified blocks whose ancestors are verified too."""
@@ -133,10 +192,8 @@ class _Found:
         slab = np.where(
             self._placed, self._table.many.slot[self.live] // self._store.slabs.slab_bytes, slabs
         )
-        smallest, largest = (
-            np.full(slabs + 1, np.iinfo(np.int64).max),
-            np.zeros(slabs + 1, dtype=np.int64),
-        )
+        smallest = np.full(slabs + 1, np.iinfo(np.int64).max)
+        largest = np.zeros(slabs + 1, dtype=np.int64)
         np.minimum.at(smallest, slab, self._slot_bytes)
         np.maximum.at(largest, slab, self._slot_bytes)
         mixed: Mask = (smallest != largest)[slab]
@@ -145,9 +202,7 @@ class _Found:
     def _check_seals(self, good: Mask) -> None:
         """Removes rows whose seal does not match, or with a shard without a checksum."""
         many = self._table.many
-        words = np.zeros(max(self._names, default=-1) + 1, dtype=np.uint64)  # by tenant number
-        for number, name in self._names.items():
-            words[number] = tenant_word(name)
+        words = self._tenant_words()
         for number, of_layout in _split(np.flatnonzero(good), many.layout[self.live[good]]):
             layout = self._layouts[number]
             check = many.check[self.live[of_layout]]
@@ -261,16 +316,14 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
             evicting = int((many.state[some] == EVICTING).sum())
             tenant.unindexed_bytes += evicting * store.layouts[layout].slot_bytes
     for layout, some in _split(rows, many.layout[rows]):
-        store.layouts[layout].blocks, store.layouts[layout].used = (
-            len(some),
-            int(many.used[some].max()),
-        )
+        store.layouts[layout].blocks = len(some)
+        store.layouts[layout].used = int(many.used[some].max())
         _rebuild_checks(store, store.layouts[layout], some)
     store.slabs.take_over(slabs, _slots_by_slab(store, rows))
     many.held[rows] = 0
     for _, of_tenant in _split(leased := _held_by_old_sessions(store), many.tenant[leased]):
         for _, some in _split(of_tenant, many.layout[of_tenant]):
-            store.blocks.hold(some.tolist())
+            store.blocks.hold(some)
     _hold_lacking(store)
     leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
     for row in leaves.tolist():
@@ -292,8 +345,8 @@ def _hold_lacking(store: Store) -> None:
             assert old is not None
             of_shard = of_layout[lacking[:, shard]]
             for _, some in _split(of_shard, many.tenant[of_shard]):
-                work = old.writes[len(old.writes)] = Write(layout, shard, [])
-                store.add_to_write(old, work, some.tolist())
+                work = old.writes[len(old.writes)] = Write(layout, (shard,))
+                store.add_to_write(old, work, some)
 
 
 def _held_by_old_sessions(store: Store) -> Rows:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.kv.checksum import ABSENT
+from kvkeep.kv.outcomes import DROPPED
 from kvkeep.kv.presence import Presence
+from kvkeep.store.departed import Departures
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
@@ -26,7 +29,7 @@ from kvkeep.store.seals import fold_checks, seals_of_chain
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable, Columns
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import any_above, hold, let_go, link_chain, split_keys, unlink_leaf
+from kvkeep.store.tree import any_above, hold, let_go, link_chain, split_keys, unlink_leaf, way_up
 
 _IN_USE = (WRITING, WAITING, READY)
 _KEYS_A_STEP = 16
@@ -63,6 +66,9 @@ class Blocks:
         self._to_free: list[int] = []  # EVICTING leaves without pins
         self._cleared: deque[tuple[Tenant, KeyIndex]] = deque()
         self._may_free = BLOCKS_A_TURN  # in this turn
+        self.departures: Departures | None = None  # not remembered by default
+        # Why blocks are evicted now, and for which tenant; None: not to make room.
+        self.pressure: tuple[str, str] | None = None
 
     def next_use(self) -> int:
         self.sequence += 1
@@ -116,31 +122,30 @@ class Blocks:
         return rows
 
     def note_checksums(
-        self, rows: list[int], shard: int, layout: Layout, checksums: NDArray[np.uint64]
+        self, rows: NDArray[np.int64], shard: int, layout: Layout, checksums: NDArray[np.uint64]
     ) -> None:
         """Stores the checksums of one shard and adds them to the blocks' seals, before a block is
         READY."""
-        many, at = self.table.many, np.array(rows)
-        places, change = many.check[at], fold_checks(checksums, shard)
+        many = self.table.many
+        places, change = many.check[rows], fold_checks(checksums, shard)
         if layout.lacking:  # the shard may have been stored as absent before
             change -= fold_checks(layout.checks[places, shard], shard)
         layout.checks[places, shard] = checksums
         layout.lacking |= bool((checksums == ABSENT).any())
-        many.seal[at] += change
+        many.seal[rows] += change
 
-    def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
-        """Notes one shard of some blocks, after its checksums. A block with all shards is READY as
-        soon as its ancestors are."""
-        many, at, shards_in = self.table.many, np.array(rows), self.shards_in
-        complete, bit = (1 << layout.shards) - 1, 1 << shard
+    def shards_arrived(self, rows: NDArray[np.int64], mask: int, layout: Layout) -> None:
+        """Notes the shards of a mask of some blocks, after their checksums. A block with all shards
+        is READY as soon as its ancestors are."""
+        shards_in, complete = self.shards_in, (1 << layout.shards) - 1
         whole: list[int] = []
-        written: list[int] = at[many.state[at] == WRITING].tolist()
-        if complete == bit:  # most layouts have one shard
+        written: list[int] = rows[self.table.many.state[rows] == WRITING].tolist()
+        if complete == mask:  # most layouts have one shard
             whole, written = written, []
             for row in whole:
                 del shards_in[row]
         for row in written:
-            arrived = shards_in[row] | bit
+            arrived = shards_in[row] | mask
             if arrived == complete:
                 del shards_in[row]
                 whole.append(row)
@@ -150,20 +155,20 @@ class Blocks:
             for row in whole:
                 self._publish(row)
         if layout.shards > 1:
-            self.order.await_no_more(row for row in rows if row not in shards_in)
+            self.order.await_no_more(row for row in rows.tolist() if row not in shards_in)
 
     def touch(self, row: int, sequence: int) -> None:
         """Notes a use of the chain that ends in `row`. Ancestors inherit it when they become
         leaves."""
         self.table.used[row] = sequence
 
-    def hold(self, rows: list[int]) -> None:
+    def hold(self, rows: NDArray[np.int64]) -> None:
         """Counts one more lease or write on each block. All are of one tenant and layout."""
-        self._charge_held(rows[0], hold(self.table, rows))
+        self._charge_held(int(rows[0]), hold(self.table, rows))
 
-    def let_go(self, rows: list[int]) -> None:
+    def let_go(self, rows: NDArray[np.int64]) -> None:
         """Counts one lease or write less. Before `unpin`, which may free the blocks."""
-        self._charge_held(rows[0], -let_go(self.table, rows))
+        self._charge_held(int(rows[0]), -let_go(self.table, rows))
 
     def _charge_held(self, row: int, blocks: int) -> None:
         layout = self.layouts[self.table.layout[row]]
@@ -181,14 +186,14 @@ class Blocks:
         self.table.pins[row] -= 1
         self._unpinned(row, now_ms)
 
-    def pin_many(self, rows: list[int]) -> None:
-        self.table.many.pins[np.array(rows, dtype=np.int64)] += 1
+    def pin_many(self, rows: NDArray[np.int64]) -> None:
+        self.table.many.pins[rows] += 1
 
-    def unpin_many(self, rows: list[int], now_ms: int) -> None:
+    def unpin_many(self, rows: NDArray[np.int64], now_ms: int) -> None:
         """Ends one write on each block, parents first. Only leaves and EVICTING blocks change."""
-        many, at = self.table.many, np.array(rows)
-        many.pins[at] -= 1
-        look = at[(many.first_child[at] == NO_ROW) | (many.state[at] == EVICTING)]
+        many = self.table.many
+        many.pins[rows] -= 1
+        look = rows[(many.first_child[rows] == NO_ROW) | (many.state[rows] == EVICTING)]
         for row in reversed(look.tolist()):
             if self.table.state[row] != FREE:  # else it was freed with its last child
                 self._unpinned(row, now_ms)
@@ -237,29 +242,17 @@ class Blocks:
     def _same_rank_above(self, row: int, limit: int) -> list[int]:
         """The row and the ancestors that would become leaves of the same rank one after the other:
         most often the rest of a conversation, evicted in one step instead of block by block."""
-        table, chain = self.table, [row]
-        all_used, all_states, pins, parent = table.used, table.state, table.pins, table.parent
-        next_sibling, prev_sibling = table.next_sibling, table.prev_sibling
-        priorities, all_expire_ms = table.priority, table.expires_ms
-        used, state, priority, expires_ms = (
-            all_used[row],
-            all_states[row],
-            priorities[row],
-            all_expire_ms[row],
-        )
-        while len(chain) < limit and next_sibling[row] == NO_ROW == prev_sibling[row]:
-            row = parent[row]
-            if (
-                row == NO_ROW
-                or all_used[row] > used
-                or pins[row]
-                or all_states[row] != state
-                or priorities[row] != priority
-                or all_expire_ms[row] != expires_ms
-            ):
-                break
-            chain.append(row)
-        return chain
+        if limit == 1 or not self._is_only_child(row):
+            return [row]
+        many, chain = self.table.many, way_up(self.table, row, limit)[::-1]
+        below, above = chain[:-1], chain[1:]
+        goes = (many.used[above] <= many.used[row]) & (many.pins[above] == 0)
+        goes &= (many.next_sibling[below] == NO_ROW) & (many.prev_sibling[below] == NO_ROW)
+        for column in (many.state, many.priority, many.expires_ms):
+            goes &= column[above] == column[row]
+        stays = np.flatnonzero(~goes)
+        followed: list[int] = chain[: 1 + (stays[0] if len(stays) else len(above))].tolist()
+        return followed
 
     def drop(self, rows: Iterable[int]) -> int:
         """Takes blocks and their descendants out of use at once. Frees those without leases and
@@ -482,6 +475,8 @@ class Blocks:
         at = slice(first, first + 1) if len(rows) == 1 else np.array(rows)  # several times as fast
         tenant = self.tenants.by_number[table.tenant[first]]
         layout = self.layouts[table.layout[first]]
+        if self.departures is not None:
+            self._note_departure(self.departures, rows, at, tenant)
         if table.state[first] == EVICTING:
             tenant.unindexed_bytes -= len(rows) * layout.slot_bytes
         else:
@@ -500,6 +495,23 @@ class Blocks:
         if not tenant.blocks:
             self.order.forget_owner(tenant.number)
             self.tenants.forget_if_idle(tenant)
+
+    def _note_departure(
+        self, departures: Departures, rows: list[int], at: Any, tenant: Tenant
+    ) -> None:
+        """Remembers why blocks leave that a lookup could have found, or could find again."""
+        state, now_ms = self.table.state[rows[0]], self.order.noted_ms
+        if state == EVICTING:
+            words = self.table.keys.words[at].copy()
+            departures.table.note(words, DROPPED, tenant.name, now_ms)
+        elif state != WRITING and self.pressure is not None:
+            reason, by = self.pressure
+            expires_ms = self.table.expires_ms[rows[0]]
+            if reason != "limit" and expires_ms and expires_ms <= now_ms:
+                reason = "expired"
+            last_use = int(self.table.many.used[at].max())
+            words = self.table.keys.words[at].copy()
+            departures.evicted(words, reason, tenant.name, by, last_use, now_ms)
 
     @staticmethod
     def _unindex(tenant: Tenant, rows: list[int], keys: list[bytes], layout: Layout) -> None:

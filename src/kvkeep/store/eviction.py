@@ -16,30 +16,26 @@ slab would keep the whole pool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvkeep.store.blocks import Blocks
+from kvkeep.store.departed import ROOM
+from kvkeep.store.emptying import NEVER, Emptying
 from kvkeep.store.layouts import Layout
-from kvkeep.store.table import EVICTING, NO_ROW
+from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
-from kvkeep.store.tree import latest_below, subtree
 
 # A search compares so many borrowers at a time, in turn. This bounds the work for one block; with
 # more borrowers, the oldest block of a sample is old enough.
 _BORROWERS_LOOKED_AT = 16
 _LOOKS_A_SEARCH = 16  # comparing so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
-_SLABS_LOOKED_AT = 16
 # rows that may be scanned for one eviction; bounds how often sizes are compared
 _ROWS_PER_EVICTION = 64
-_NEARLY_EMPTY = 8  # a slab is nearly empty if less than an eighth of it is used
 _SEARCHES_A_MOVE = 64
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass
@@ -48,12 +44,10 @@ class _Budget:
 
     searches: int = 96  # for a victim, which is evicted alone or with its chain: two milliseconds
     blocks: int = 512  # evicted, alone or with their chain
-    slab_moves: int = 8
-    moved_blocks: int = 2048  # evicted to empty slabs; the last slab may exceed it
-    scans: int = 2  # of every block there is
+    emptying: int = 0  # of slabs, in evicted blocks: two turns of it
 
     def spent(self) -> bool:
-        return min(self.searches, self.blocks, self.slab_moves, self.moved_blocks) <= 0
+        return min(self.searches, self.blocks) <= 0
 
 
 class Eviction:
@@ -64,6 +58,7 @@ class Eviction:
         self.evictions = 0
         self.slab_moves = 0
         self._budget = _Budget()
+        self._emptying: Emptying | None = None
         # slot size -> evictions since other sizes were compared
         self._evicted_since_look: dict[int, int] = {}
 
@@ -72,7 +67,11 @@ class Eviction:
 
         The caller has pinned what must stay: the parent of the new blocks. A request evicts no
         more than its `_Budget` allows; the next one continues."""
-        self._budget = _Budget()
+        with self._pressure(ROOM, tenant):
+            return self._make_room(tenant, layout, wanted, now_ms)
+
+    def _make_room(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
+        self._budget = _Budget(emptying=2 * self._blocks.a_turn)
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
         if self._blocks.has_to_sweep:
@@ -103,6 +102,15 @@ class Eviction:
             available = slabs.available(slot_bytes)
         return min(wanted, available)
 
+    @contextmanager
+    def _pressure(self, reason: str, tenant: Tenant) -> Iterator[None]:
+        """Blocks that are evicted meanwhile leave for this reason."""
+        before, self._blocks.pressure = self._blocks.pressure, (reason, tenant.name)
+        try:
+            yield
+        finally:
+            self._blocks.pressure = before
+
     def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> bool:
         """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time.
         Returns whether it is done.
@@ -110,6 +118,10 @@ class Eviction:
         Evicts what can be evicted. If the index still has too much, all of it has leased or
         written descendants: then all of it leaves the index at once, and its memory is freed when
         the last lease or write ends."""
+        with self._pressure("limit", tenant):
+            return self._shrink_to_limit(tenant, now_ms, most)
+
+    def _shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> bool:
         order, before = self._blocks.order, self.evictions
         order.note_expired(now_ms)
         while tenant.is_over_limit:
@@ -130,6 +142,19 @@ class Eviction:
                 break
             self._evict_excess(row, tenant.usage_bytes - tenant.limit_bytes, now_ms, left)
         return True
+
+    @property
+    def is_emptying(self) -> bool:
+        """Whether a slab is being emptied for another size."""
+        return self._emptying is not None
+
+    def continue_to_empty(self, now_ms: int) -> None:
+        """Continues to empty a slab, for one turn, unless another one has become free."""
+        if self._emptying is not None and self._blocks.slabs.unused_slabs:
+            self._emptying.end()
+            self._emptying = None
+        elif self._emptying is not None:
+            self._empty_for_a_turn(self._emptying, now_ms)
 
     def _within_limit(self, tenant: Tenant, slot_bytes: int, wanted: int, now_ms: int) -> int:
         """Evicts the tenant's own blocks, of any size, until `wanted` more are within its limit.
@@ -152,11 +177,12 @@ class Eviction:
             if row == NO_ROW:
                 break
             before = self.evictions
-            self._evict_excess(row, excess, now_ms, self._budget.blocks)
+            with self._pressure("limit", tenant):
+                self._evict_excess(row, excess, now_ms, self._budget.blocks)
             self._budget.blocks -= self.evictions - before
         return min(wanted, (limit_bytes - tenant.usage_bytes) // slot_bytes)
 
-    def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = _NEVER) -> None:
+    def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = NEVER) -> None:
         """Evicts a leaf and, up to that many bytes, the ancestors that would be next in line."""
         nbytes = self._blocks.layouts[self._blocks.table.layout[row]].slot_bytes
         self.evictions += self._blocks.evict(row, now_ms, min(most, -(-excess_bytes // nbytes)))
@@ -230,166 +256,54 @@ class Eviction:
     def _empty_a_slab(
         self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int
     ) -> bool:
-        """Evicts everything in a cold slab of another size, with all descendants, if that is better
-        than to evict `victim`: because all of it is colder, because the victim is the tenant's own
-        while others borrow memory that it is entitled to, or because there is no victim."""
-        blocks, table = self._blocks, self._blocks.table
-        sizes = set(blocks.slabs.slabs_of_other_sizes(slot_bytes).values())
+        """Continues to empty a slab, or begins to empty a cold one of another size, if that is
+        better than to evict `victim`: because all of it is colder, because the victim is the
+        tenant's own while others borrow memory that it is entitled to, or because there is no
+        victim. Returns whether anything was evicted, perhaps the victim."""
+        if self._emptying is None:
+            self._begin_to_empty(tenant, slot_bytes, more, victim, now_ms)
+        before = self.evictions
+        while self._emptying is not None and self._budget.emptying > 0:
+            self._budget.emptying -= self._empty_for_a_turn(self._emptying, now_ms)
+        return self.evictions > before
+
+    def _begin_to_empty(
+        self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int
+    ) -> None:
+        table, slabs = self._blocks.table, self._blocks.slabs
+        sizes = [size for size in slabs.sizes() if size != slot_bytes]
         leaves = [
             leaf for size in sizes if (leaf := self._victim(tenant, size, more, now_ms)) != NO_ROW
         ]
         owed = (
             victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
         )
-        colder_than = _NEVER if victim == NO_ROW or owed else table.used[victim]
-        doomed = None
+        by_force = victim == NO_ROW or owed
+        if not leaves and not (by_force and sizes and tenant.has_own_right_to(more)):
+            return
+        old_slabs, older_than = dict[int, None](), NEVER if by_force else table.used[victim]
         if leaves:
             oldest = min(leaves, key=lambda leaf: table.used[leaf])
-            doomed = self._old_slab(oldest, tenant, more, colder_than, spare_own=owed)
-            if doomed is None and colder_than == _NEVER and self._budget.scans:
-                doomed = self._coldest_slab(tenant, slot_bytes, more, spare_own=owed)
-        if (
-            doomed is None
-            and colder_than == _NEVER
-            and sizes
-            and tenant.has_own_right_to(more)
-            and self._budget.scans
-        ):
-            doomed = self._nearly_empty_slab(tenant, slot_bytes)
-        if doomed is None:
-            return False
-        blocks.evict_all(doomed, now_ms)
-        self.evictions += len(doomed)
-        self.slab_moves += 1
-        self._budget.slab_moves -= 1
-        self._budget.moved_blocks -= len(doomed)
-        return True
-
-    def _old_slab(
-        self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool
-    ) -> list[int] | None:
-        """The blocks to evict, children first, to empty one of the slabs with the oldest leaves.
-        None if each of them holds a block that must stay or is not old. This is nearly always
-        enough, and looks at few blocks."""
-        table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
-        old = min(colder_than, (table.used[oldest] + self._blocks.sequence) // 2 + 1)
-        slabs = dict.fromkeys(
-            table.slot[leaf] // slab_bytes for leaf in self._blocks.order.next_after(oldest)
+            older_than = min(older_than, (table.used[oldest] + self._blocks.sequence) // 2 + 1)
+            old_slabs = dict.fromkeys(
+                table.slot[leaf] // slabs.slab_bytes
+                for leaf in self._blocks.order.next_after(oldest)
+            )
+        self._emptying = Emptying(
+            self._blocks,
+            tenant,
+            slot_bytes,
+            list(old_slabs)[:_OLD_SLABS_LOOKED_AT],
+            older_than,
+            by_force=by_force,
+            spare_own=owed,
         )
-        for slab in list(slabs)[:_OLD_SLABS_LOOKED_AT]:
-            rows = table.rows_between(slab * slab_bytes, (slab + 1) * slab_bytes)
-            if table.many.used[rows].max() < old:
-                doomed = self._with_descendants(rows.tolist())
-                if self._is_idle(doomed, old, tenant if spare_own else None) and self._may_go(
-                    doomed, tenant, more
-                ):
-                    return doomed
-        return None
 
-    def _nearly_empty_slab(self, tenant: Tenant, slot_bytes: int) -> list[int] | None:
-        """The same for the emptiest slab, if that evicts hardly any memory and nothing of this
-        tenant. Looks at every block."""
-        self._budget.scans -= 1
-        table, slabs = self._blocks.table, self._blocks.slabs
-        rows = table.live_rows()
-        slab_of = table.many.slot[rows] // slabs.slab_bytes
-        blocks_in = np.bincount(slab_of)
-        others = slabs.slabs_of_other_sizes(slot_bytes)
-        used_bytes = {slab: int(blocks_in[slab]) * size for slab, size in others.items()}
-        for slab in sorted(used_bytes, key=lambda slab: used_bytes[slab])[:_SLABS_LOOKED_AT]:
-            if used_bytes[slab] * _NEARLY_EMPTY >= slabs.slab_bytes:
-                break
-            doomed = self._with_descendants(rows[slab_of == slab].tolist())
-            hardly_any = len(doomed) * others[slab] * _NEARLY_EMPTY < slabs.slab_bytes
-            if hardly_any and self._is_idle(doomed, _NEVER, tenant):
-                return doomed
-        return None
-
-    def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
-        """Whether these blocks have no leases and writes, were not used lately, and none is of the
-        tenant `without`."""
-        many = self._blocks.table.many
-        busy = (
-            (many.held[rows] > 0) | (many.state[rows] == EVICTING) | (many.used[rows] >= older_than)
-        )
-        if without is not None:
-            busy |= many.tenant[rows] == without.number
-        return not busy.any()
-
-    def _coldest_slab(
-        self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool
-    ) -> list[int] | None:
-        """The same for the coldest slab that can be emptied. Looks at every block."""
-        self._budget.scans -= 1
-        table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
-        rows = table.live_rows()
-        slab_of = table.many.slot[rows] // slab_bytes
-        last_used = np.zeros(int(slab_of.max()) + 1, dtype=np.int64)
-        np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own))
-        hanging_on = self._hanging_on(rows, len(last_used))
-        coldest = sorted(
-            (
-                slab
-                for slab in self._blocks.slabs.slabs_of_other_sizes(slot_bytes)
-                if last_used[slab] < _NEVER
-            ),
-            key=lambda slab: (last_used[slab], hanging_on[slab]),
-        )
-        for slab in coldest[:_SLABS_LOOKED_AT]:
-            doomed = self._with_descendants(rows[slab_of == slab].tolist())
-            if self._may_go(doomed, tenant, more):
-                return doomed
-        return None
-
-    def _last_use(
-        self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool
-    ) -> NDArray[np.int64]:
-        """When each row or one of its descendants was last used; _NEVER for what must stay."""
-        table, many = self._blocks.table, self._blocks.table.many
-        takes_from_others = tenant.quota_bytes is None or tenant.entitled_to(more)
-        owners = many.tenant[rows]
-        protected = np.zeros(int(owners.max()) + 1, dtype=np.bool_)  # by tenant number
-        for other in self._blocks.tenants:
-            if other.blocks and (
-                spare_own
-                if other is tenant
-                else not (takes_from_others and other.may_lose_to(tenant, 1, more))
-            ):
-                protected[other.number] = True
-        stays = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | protected[owners]
-        return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
-
-    def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:
-        """For each slab, how many blocks in other slabs are children of its blocks. Of a chain that
-        fills several slabs, the slab with its tail is emptied first."""
-        many, slab_bytes = self._blocks.table.many, self._blocks.slabs.slab_bytes
-        rows = rows[many.parent[rows] != NO_ROW]
-        slab_above = many.slot[many.parent[rows]] // slab_bytes
-        return np.bincount(slab_above[slab_above != many.slot[rows] // slab_bytes], minlength=slabs)
-
-    def _with_descendants(self, rows: list[int]) -> list[int]:
-        """The rows and all descendants, each once, children before their parents."""
-        table, seen, found = self._blocks.table, set[int](), list[int]()
-        for root in rows:
-            if root not in seen:
-                below = subtree(table, root, without=seen)
-                seen.update(below)
-                found.extend(reversed(below))
-        return found
-
-    def _may_go(self, rows: list[int], tenant: Tenant, more: int) -> bool:
-        """Whether the owners of these blocks may lose them to this tenant. The blocks have no
-        leases or writes."""
-        table, tenants = self._blocks.table, self._blocks.tenants
-        assert not table.many.pins[rows].any()
-        losses: dict[int, int] = {}
-        for row in rows:
-            nbytes = self._blocks.layouts[table.layout[row]].slot_bytes
-            losses[table.tenant[row]] = losses.get(table.tenant[row], 0) + nbytes
-        own = losses.pop(tenant.number, 0)
-        if losses and tenant.quota_bytes is not None and not tenant.entitled_to(more - own):
-            return False
-        return all(
-            tenants.by_number[number].may_lose_to(tenant, nbytes, more - own)
-            for number, nbytes in losses.items()
-        )
+    def _empty_for_a_turn(self, emptying: Emptying, now_ms: int) -> int:
+        """Returns how much work it was, in evicted blocks."""
+        with self._pressure("slab", emptying.tenant):
+            self.evictions += emptying.turn(now_ms, self._blocks.a_turn)
+        if emptying.is_done:
+            self.slab_moves += emptying.has_emptied
+            self._emptying = None
+        return max(1, self._blocks.a_turn - emptying.left)

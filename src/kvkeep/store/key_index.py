@@ -47,6 +47,10 @@ class KeyIndex(Struct, eq=False, gc=False):
     def remove(self, keys: Iterable[bytes]) -> None:
         """All of them are there."""
         whole, parts = self.whole, self.parts
+        if not parts:
+            for key in keys:
+                del whole[key]
+            return
         for key in keys:
             if whole and key in whole:
                 del whole[key]

@@ -9,9 +9,10 @@ and its shards lie in it side by side, each on a cache-line boundary:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,21 +70,35 @@ class Layout:
     def shards(self) -> int:
         return len(self.shard_bytes)
 
-    def agree(self, shard: int, physical: bytes) -> bool:
-        """Records how the first worker of a shard orders its bytes, and refuses workers that order
-        them differently: they would read the others' blocks, checksums and all, and mean something
-        else. Returns whether this worker was the first."""
-        if not 0 <= shard < self.shards:
-            raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
-        first, digest = shard not in self.physical, blake2b(physical, digest_size=16).digest()
-        if self.physical.setdefault(shard, digest) != digest:
+    def check_shards(self, shards: Sequence[int]) -> None:
+        """RequestError unless these are shards of the layout, in ascending order."""
+        for shard in shards:
+            if not 0 <= shard < self.shards:
+                raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
+        if any(one >= other for one, other in pairwise(shards)):
             raise RequestError(
-                "layout_conflict",
-                f"another engine orders the tensors of shard {shard} differently under the same layout",
-                field="physical",
-                hint="put what differs (layer names, dimensions, their order in memory) into BlockShape.cut",
+                "bad_shard",
+                f"shards {list(shards)[:8]} are not in ascending order",
+                field="further_shards",
             )
-        return first
+
+    def agree(self, shards: Sequence[int], physical: bytes) -> list[int]:
+        """Records how the first worker of these shards orders their bytes, and refuses workers that
+        order them differently: they would read the others' blocks, checksums and all, and mean
+        something else. Returns the shards of which this worker was the first."""
+        self.check_shards(shards)
+        digest = blake2b(physical, digest_size=16).digest()
+        for shard in shards:
+            if self.physical.get(shard, digest) != digest:
+                raise RequestError(
+                    "layout_conflict",
+                    f"another engine orders the tensors of shard {shard} differently under the same layout",
+                    field="physical",
+                    hint="put what differs (layer names, dimensions, their order in memory) into BlockShape.cut",
+                )
+        new = [shard for shard in shards if shard not in self.physical]
+        self.physical.update(dict.fromkeys(new, digest))
+        return new
 
     def take_checks(self, n: int) -> NDArray[np.int64]:
         """Rows of `checks` for n new blocks."""
@@ -194,10 +209,18 @@ class Layouts:
         self._add(layout)
         return layout
 
-    def agree(self, layout: Layout, shard: int, physical: bytes) -> None:
+    def agree(self, layout: Layout, shards: Sequence[int], physical: bytes) -> None:
         """`Layout.agree`, kept for the next server."""
-        if layout.agree(shard, physical):
+        for shard in layout.agree(shards, physical):
             self._records.put_physical(layout.number, shard, layout.physical[shard])
+
+    def inherit(self, layout: Layout, physical: dict[int, bytes]) -> None:
+        """Records how a tier's blocks of this layout order their bytes, for shards of which no
+        worker has declared it yet: a worker that orders them differently is refused."""
+        for shard, digest in physical.items():
+            if shard not in layout.physical:
+                layout.physical[shard] = digest
+                self._records.put_physical(layout.number, shard, digest)
 
     def take_over(self) -> list[Layout]:
         """Adds the layouts that an earlier store left, as far as they can be read. Before any other

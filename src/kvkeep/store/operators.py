@@ -88,6 +88,21 @@ def restore(
         pass
 
 
+def follow(store: Store, leader: Store) -> None:
+    """Gives every tenant the quota and limit that it has in another store, and the defaults. Quotas
+    that do not fit are scaled down. `Store.tidy` carries it out."""
+    tenants, leading = store.tenants, leader.tenants
+    tenants.set_default_quota(leading.default_quota_bytes)
+    tenants.set_default_limit(leading.default_limit_bytes)
+    named = {tenant.name: tenant for tenant in leading.named}
+    for name in [tenant.name for tenant in tenants.named if tenant.name not in named]:
+        _set_quota(store, name, None)
+        _set_limit(store, name, None)
+    for name, tenant in named.items():
+        _set_quota(store, name, tenant.own_quota_bytes)
+        _set_limit(store, name, tenant.own_limit_bytes)
+
+
 def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
     """Raises what `set_limit` would raise, and changes nothing: for a limit out of range or below
     the tenant's own quota, or for an unknown tenant."""

@@ -20,13 +20,13 @@ turns, and nothing is evicted from it until then."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvkeep.store.layouts import Layouts
@@ -46,6 +46,7 @@ _LOOKS_A_TURN = 1024  # at entries that are out of date: a millisecond or two
 _DISCARDED_A_TURN = 16384
 _ROWS_A_SCAN = 1 << 15
 _AWAITED_PART, _AWAITED_AT_LEAST = 8, 8
+_FEW_ENTRIES = 32
 _ENTRIES_A_PUSH = 4  # looked at: a long queue is through after a quarter as many pushes
 
 
@@ -53,23 +54,49 @@ class Queue(Struct, eq=False, gc=False):
     """A priority queue of numbers that drops entries which no longer count, a few with each push.
 
     When a queue has grown too long, its heap becomes the `former` one. Each push then takes some
-    entries from the end of that, and those that still count go into the new heap. The garbage
-    collector does not track queues: there may be one for each of 100,000 tenants."""
+    entries from the end of that, and those that still count go into the new heap.
 
-    heap: list[int] = field(default_factory=list)
+    There may be a queue for each of 100,000 tenants, and to look at as many lists in one go takes
+    the garbage collector 20 ms. So the first entries are a tuple, in order: the collector stops
+    tracking tuples of numbers."""
+
+    few: tuple[int, ...] = ()
+    heap: list[int] | None = None
     former: list[int] | None = None
 
     def __len__(self) -> int:
-        return len(self.heap) + len(self.former or ())
+        return len(self.few) + len(self.heap or ()) + len(self.former or ())
 
-    def front(self) -> list[int]:
-        """The heap that begins with the lowest entry of all; an empty one if there is none."""
-        if not self.former or (self.heap and self.heap[0] <= self.former[0]):
-            return self.heap
-        return self.former
+    def lowest(self) -> int:
+        """The lowest entry; -1 if there is none."""
+        if self.few:
+            return self.few[0]
+        front = self._front()
+        return front[0] if front else -1
+
+    def drop_lowest(self) -> None:
+        if self.few:
+            self.few = self.few[1:]
+        else:
+            heappop(self._front())
+
+    def replace_lowest(self, entry: int) -> None:
+        if self.few:
+            self.few = tuple(sorted((entry, *self.few[1:])))
+        else:
+            heapreplace(self._front(), entry)
+
+    def first(self, most: int) -> list[int]:
+        """Up to `most` of the lowest entries, or nearly: the beginning of the heap, in order."""
+        return sorted((self.few or self._front())[:most])
 
     def push(self, entry: int, most: int, counts: Callable[[int], bool]) -> None:
         """Adds an entry. A queue with more than `most` loses those that do not count."""
+        if self.heap is None and len(self.few) < _FEW_ENTRIES:
+            self.few = tuple(sorted((entry, *self.few)))
+            return
+        if self.heap is None:
+            self.few, self.heap = (), list(self.few)  # what is in order is a heap
         heappush(self.heap, entry)
         if self.former is None:
             if len(self.heap) <= most:
@@ -80,6 +107,16 @@ class Queue(Struct, eq=False, gc=False):
             if counts(last):
                 heappush(self.heap, last)
         self.former = self.former or None
+
+    def entries(self) -> Iterator[int]:
+        return chain(self.few, self.heap or (), self.former or ())
+
+    def _front(self) -> list[int]:
+        """The heap that begins with the lowest entry of all; an empty one if there is none."""
+        heap = self.heap or []
+        if not self.former or (heap and heap[0] <= self.former[0]):
+            return heap
+        return self.former
 
 
 class EvictionOrder:
@@ -152,7 +189,7 @@ class EvictionOrder:
     def forget_owner(self, owner: int) -> None:
         """Drops the queues of a tenant that has no blocks left."""
         for queue in self._queues.pop(owner, {}).values():
-            self.discard_later(queue.heap)
+            self.discard_later(queue.heap or [])
             self.discard_later(queue.former or [])
 
     def discard_later(self, numbers: list[int]) -> None:
@@ -178,15 +215,15 @@ class EvictionOrder:
         if not queue:
             return NO_ROW
         table, moved = self._table, 0
-        while heap := queue.front():
-            rank, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
+        while (entry := queue.lowest()) >= 0:
+            rank, row = entry >> _ROW_BITS, entry & _ROW_MASK
             if table.queued[row] != rank or table.queue_owner[row] != owner:
-                heappop(heap)
+                queue.drop_lowest()
             elif not self.evictable(row):
                 table.queued[row] = -1
-                heappop(heap)
+                queue.drop_lowest()
             elif self.to_scan and self._current_owner(row) != owner:
-                heappop(heap)
+                queue.drop_lowest()
                 self._push(row, self.rank(row, now_ms))
                 moved += 1
                 if moved == _MOVED_A_LOOK:
@@ -196,7 +233,7 @@ class EvictionOrder:
                 if current == rank:
                     return row
                 table.queued[row] = current
-                heapreplace(heap, current << _ROW_BITS | row)
+                queue.replace_lowest(current << _ROW_BITS | row)
             self._looks -= 1
             if self._looks <= 0:
                 self.behind = owner, slot_bytes
@@ -227,10 +264,9 @@ class EvictionOrder:
         its heap, which is only nearly sorted but costs nothing."""
         table = self._table
         owner = table.queue_owner[first]
-        heap = self._queues[owner][self._slot_bytes(first)].front()[:_LOOK_AHEAD]
         rows = [
             entry & _ROW_MASK
-            for entry in sorted(heap)
+            for entry in self._queues[owner][self._slot_bytes(first)].first(_LOOK_AHEAD)
             if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS
         ]
         return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
@@ -277,10 +313,10 @@ class EvictionOrder:
         self.noted_ms = now_ms
         self.begin_turn()
         for _ in range(_EXPIRED_A_CALL):
-            heap = self._expiring.front()
-            if not heap or heap[0] >> _ROW_BITS > now_ms:
+            entry = self._expiring.lowest()
+            if entry < 0 or entry >> _ROW_BITS > now_ms:
                 return
-            entry = heappop(heap)
+            self._expiring.drop_lowest()
             if self._expires(entry):
                 self.enqueue(entry & _ROW_MASK, now_ms)
 
@@ -295,7 +331,7 @@ class EvictionOrder:
         entries: dict[int, list[tuple[int, int, int]]] = {}
         for owner, sizes in self._queues.items():
             for slot_bytes, queue in sizes.items():
-                for entry in chain(queue.heap, queue.former or ()):
+                for entry in queue.entries():
                     entries.setdefault(entry & _ROW_MASK, []).append(
                         (owner, slot_bytes, entry >> _ROW_BITS)
                     )

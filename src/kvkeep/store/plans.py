@@ -52,20 +52,25 @@ class StorePlan:
     positions   int32[n]: index of each block to write in the request's keys, ascending
     slots       int64[n]: byte offset of each block's slot in the pool
     refused     number of keys without room, or without a stored parent (`orphan`); always the last
+    apart       whether a block that is not written lacks some of several shards: each shard alone
+                may be stored
     """
 
     positions: NDArray[np.int32]
     slots: NDArray[np.int64]
     refused: int
     orphan: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a completed write added: blocks, and bytes of its shard."""
+    """What a completed write added: blocks, and bytes of its shards. `last_row` is that of the last
+    block."""
 
     blocks: int
     nbytes: int
+    last_row: int
 
 
 @dataclass(frozen=True)

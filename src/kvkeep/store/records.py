@@ -29,11 +29,8 @@ LAYOUT = np.dtype(
         ("fingerprint", "u1", (LONGEST_FINGERPRINT_BYTES,)),
         ("shards", "<i8"),
         ("shard_bytes", "<i8", (MOST_SHARDS,)),
-        (
-            "physical",
-            "<u8",
-            (MOST_SHARDS, 3),
-        ),  # a digest in two words and their check, 0 while nobody has said
+        # A digest in two words and their check, 0 while no worker has registered.
+        ("physical", "<u8", (MOST_SHARDS, 3)),
     ]
 )
 _CHECKED = slice(LAYOUT.fields["number"][1], LAYOUT.fields["physical"][1])  # type: ignore[index]
@@ -105,11 +102,9 @@ class LayoutRecords:
             self._records = self._columns.grow("layouts", LAYOUT, 0, place + 1)
         record = self._records[place]
         record["check"] = 0
-        record["number"], record["shards"], record["fingerprint_bytes"] = (
-            number,
-            len(shard_bytes),
-            len(fingerprint),
-        )
+        record["number"] = number
+        record["shards"] = len(shard_bytes)
+        record["fingerprint_bytes"] = len(fingerprint)
         record["fingerprint"][: len(fingerprint)] = np.frombuffer(fingerprint, np.uint8)
         record["shard_bytes"][: len(shard_bytes)] = shard_bytes
         record["physical"][:] = 0

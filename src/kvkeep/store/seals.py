@@ -21,11 +21,10 @@ from kvkeep.store.layouts import Layout
 from kvkeep.store.records import MOST_SHARDS
 from kvkeep.store.table import NO_ROW, WORDS_A_KEY, BlockTable
 
-_PARENT, _SLOT, _OWNERS = (
-    WORDS_A_KEY,
-    2 * WORDS_A_KEY,
-    2 * WORDS_A_KEY + 1,
-)  # where these words begin
+# Where these words begin.
+_PARENT = WORDS_A_KEY
+_SLOT = 2 * WORDS_A_KEY
+_OWNERS = _SLOT + 1
 _CHECKS = _OWNERS + 3
 _PRIORITY_SHIFT = 56  # above any time in milliseconds
 _LOW, _ALL = (1 << 32) - 1, (1 << 64) - 1

@@ -8,6 +8,8 @@ pool."""
 
 from __future__ import annotations
 
+from array import array
+
 
 class Slabs:
     """Hands out slots and takes them back. Every slot is either handed out or in its slab's list of
@@ -16,10 +18,13 @@ class Slabs:
     def __init__(self, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
         self._slot_bytes: dict[int, int] = {}  # slab -> its slot size; only slabs that have one
+        self._slabs_of: dict[int, int] = {}  # slot size -> slabs that have it
         self._unused: list[int] = []  # slabs without a slot size, next one last
         # slot size -> slab -> free offsets, next one last
         self._partial: dict[int, dict[int, list[int]]] = {}
         self._free_slots: dict[int, int] = {}  # slot size -> free slots in its slabs
+        self._closed: dict[int, list[int]] = {}  # slab that gives out no slots -> its free offsets
+        self.given: array[int] | None = None  # slots that came back, for a tier that logs them
 
     @property
     def slabs(self) -> int:
@@ -35,10 +40,11 @@ class Slabs:
 
     def sizes(self) -> dict[int, int]:
         """Slot size -> number of slabs that have it."""
-        counts: dict[int, int] = {}
-        for size in self._slot_bytes.values():
-            counts[size] = counts.get(size, 0) + 1
-        return counts
+        return {size: slabs for size, slabs in self._slabs_of.items() if slabs}
+
+    def size_of(self, slab: int) -> int | None:
+        """The slab's slot size; None if it has none."""
+        return self._slot_bytes.get(slab)
 
     def slabs_of_other_sizes(self, slot_bytes: int) -> dict[int, int]:
         """Slab -> its slot size."""
@@ -51,11 +57,25 @@ class Slabs:
         """Adds `count` slabs whose memory is ready, from slab number `first` on."""
         self._unused[:0] = range(first + count - 1, first - 1, -1)
 
+    def close(self, slab: int) -> None:
+        """Stops giving out slots of a slab that has a slot size, until it has lost it or `open`."""
+        slot_bytes = self._slot_bytes[slab]
+        self._closed[slab] = self._partial[slot_bytes].pop(slab, [])
+        self._free_slots[slot_bytes] -= len(self._closed[slab])
+
+    def open(self, slab: int) -> None:
+        """Gives out slots of a closed slab again. Nothing if it is not closed."""
+        if free := self._closed.pop(slab, None):
+            slot_bytes = self._slot_bytes[slab]
+            self._partial[slot_bytes][slab] = free
+            self._free_slots[slot_bytes] += len(free)
+
     def take_over(self, slabs: int, taken: dict[int, tuple[int, list[int]]]) -> None:
         """Adds the first `slabs` slabs. `taken`: slot size and used offsets of each slab in use."""
         for slab, (slot_bytes, offsets) in taken.items():
             handed_out, base = set(offsets), slab * self.slab_bytes
             self._slot_bytes[slab] = slot_bytes
+            self._slabs_of[slot_bytes] = self._slabs_of.get(slot_bytes, 0) + 1
             ends = range((self.per_slab(slot_bytes) - 1) * slot_bytes, -1, -slot_bytes)
             free = [base + at for at in ends if base + at not in handed_out]
             if free:
@@ -87,20 +107,27 @@ class Slabs:
 
     def give(self, offsets: list[int]) -> None:
         """Takes slots of one size back. A slab without used slots loses its slot size."""
+        if self.given is not None:
+            self.given.extend(offsets)
         slab_bytes, slot_bytes = self.slab_bytes, self._slot_bytes[offsets[0] // self.slab_bytes]
         partial, per_slab = self._partial[slot_bytes], self.per_slab(slot_bytes)
-        self._free_slots[slot_bytes] += len(offsets)
         start, count = 0, len(offsets)
         while start < count:
             slab, stop = offsets[start] // slab_bytes, start + 1
             begin, end = slab * slab_bytes, (slab + 1) * slab_bytes
             while stop < count and begin <= offsets[stop] < end:  # neighbours mostly come together
                 stop += 1
-            free = partial.setdefault(slab, [])
+            if slab in self._closed:
+                free = self._closed[slab]
+            else:
+                free = partial.setdefault(slab, [])
+                self._free_slots[slot_bytes] += stop - start
             free += offsets[start:stop]
             if len(free) == per_slab:
+                self.open(slab)
                 del partial[slab], self._slot_bytes[slab]
                 self._free_slots[slot_bytes] -= per_slab
+                self._slabs_of[slot_bytes] -= 1
                 self._unused.append(slab)
             start = stop
 
@@ -114,6 +141,9 @@ class Slabs:
                 assert self._slot_bytes[slab] == slot_bytes and free
                 offsets[slab].extend(free)
                 free_total[slot_bytes] = free_total.get(slot_bytes, 0) + len(free)
+        for slab, free in self._closed.items():
+            assert slab not in self._partial[self._slot_bytes[slab]]
+            offsets[slab].extend(free)
         for offset, slot_bytes in handed_out.items():
             assert self._slot_bytes[offset // self.slab_bytes] == slot_bytes, (
                 "a slot outside slabs of its size"
@@ -126,6 +156,8 @@ class Slabs:
                 f"slab {slab}: a slot is lost or handed out twice"
             )
         assert {s: n for s, n in self._free_slots.items() if n} == free_total
+        assert sum(self.sizes().values()) == len(self._slot_bytes)
+        assert all(list(self._slot_bytes.values()).count(s) == n for s, n in self.sizes().items())
         assert not set(self._unused) & set(self._slot_bytes) and len(set(self._unused)) == len(
             self._unused
         )
@@ -134,6 +166,7 @@ class Slabs:
         per_slab = self.per_slab(slot_bytes)
         base = slab * self.slab_bytes
         self._slot_bytes[slab] = slot_bytes
+        self._slabs_of[slot_bytes] = self._slabs_of.get(slot_bytes, 0) + 1
         self._partial[slot_bytes][slab] = list(
             range(base + (per_slab - 1) * slot_bytes, base - 1, -slot_bytes)
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.outcomes import NO_ROOM, OVER_LIMIT
 from kvkeep.kv.presence import Presence
 from kvkeep.store.blocks import Blocks
+from kvkeep.store.departed import Departures
 from kvkeep.store.eviction import Eviction
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.layouts import SLOT_ALIGN, Layout, Layouts
@@ -46,15 +48,26 @@ _ROWS_A_SCAN = 1 << 15
 _CHAINS_LOOKED_AT = 4  # by a lookup that finds dropped blocks
 # the session that stands for all sessions of the previous server while any of their processes lives
 OLD_SESSIONS = 0
+MOVING = -1  # the session that holds what is on its way to or from a disk
+
+
+def mask_of(shards: Sequence[int]) -> int:
+    """A bit for each of these shards."""
+    return sum(1 << shard for shard in shards)
 
 
 @dataclass
 class Write:
-    """One shard of some blocks, which one session is writing."""
+    """These shards of some blocks, which one session is writing."""
 
     layout: Layout
-    shard: int
-    rows: list[int]
+    shards: Sequence[int]
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def mask(self) -> int:
+        """A bit for each shard."""
+        return mask_of(self.shards)
 
 
 @dataclass
@@ -104,6 +117,11 @@ class Store:
         # row -> bit mask of the shards that are being written
         self.writers: dict[int, int] = {}
 
+    def remember_departures(self) -> Departures:
+        """From now on, remembers why blocks have left or were refused."""
+        self.blocks.departures = self.blocks.departures or Departures()
+        return self.blocks.departures
+
     # -- memory, sessions, layouts -----------------------------------------------------------------
 
     def add_slabs(self, first: int, count: int) -> None:
@@ -115,7 +133,8 @@ class Store:
             raise RequestError(
                 "session_exists", f"session {session} is open already", field="session"
             )
-        if len(self.sessions) - (OLD_SESSIONS in self.sessions) >= self.limits.sessions:
+        engines = sum(number > OLD_SESSIONS for number in self.sessions)
+        if session > OLD_SESSIONS and engines >= self.limits.sessions:
             raise RequestError(
                 "too_many_sessions",
                 f"{self.limits.sessions} sessions are open",
@@ -173,6 +192,8 @@ class Store:
             tenant = next(iter(self.tenants.to_shrink))
             if self.eviction.shrink_to_limit(tenant, now_ms, self.blocks.a_turn):
                 self.tenants.to_shrink.pop(tenant, None)
+        elif self.eviction.is_emptying:
+            self.eviction.continue_to_empty(now_ms)
         else:
             self._drop_leaving_layout()
         return self.has_to_tidy
@@ -187,6 +208,7 @@ class Store:
             or tenants.to_update
             or order.to_scan
             or tenants.to_shrink
+            or self.eviction.is_emptying
         )
         return bool(begun or order.behind or order.discarded) or any(
             at >= 0 for at in self.layouts.leaving.values()
@@ -208,7 +230,9 @@ class Store:
         `skip`."""
         state = self._session(session)
         shape = self.layouts.get(layout)
-        self._check_keys(keys)
+        if self.blocks.departures is not None:
+            self.blocks.departures.uses.note(self.blocks.sequence, now_ms)
+        self.check_keys(keys)
         if not 0 <= skip <= len(keys) // KEY_BYTES:
             raise RequestError(
                 "bad_skip", f"skip is {skip}, of {len(keys) // KEY_BYTES} keys", field="skip"
@@ -240,9 +264,15 @@ class Store:
         shape.used = self.blocks.next_use()
         self.blocks.touch(deepest, shape.used)
         self.blocks.pin(deepest)
-        self.blocks.hold([deepest])
+        self.blocks.hold(np.array([deepest]))
         state.leases[lease] = deepest
         return Hit(skip + len(rows), many.slot[rows], shape.checks.take(many.check[rows], axis=0))
+
+    def lease_chain(self, session: int, lease: int, row: int) -> None:
+        """Leases the chain that ends in `row`, which does not count as a use of it."""
+        self.blocks.pin(row)
+        self.blocks.hold(np.array([row]))
+        self._session(session).leases[lease] = row
 
     def release(self, session: int, lease: int, now_ms: int) -> bool:
         """Ends a lease. False if there is no such lease: releasing twice is not an error."""
@@ -278,27 +308,35 @@ class Store:
         write: int,
         tenant: str,
         layout: int,
-        shard: int,
+        shard: int | None,
         parent: bytes,
         keys: bytes,
         now_ms: int,
         priority: int = NORMAL_PRIORITY,
         ttl_ms: int = 0,
+        further_shards: Sequence[int] = (),
     ) -> StorePlan:
-        """Plans the store of one shard, for the blocks that lack it. Evicts to make room. `parent`
-        is b"" at a root.
+        """Plans the store of one shard and the `further_shards`, for the blocks that lack all of
+        them. Evicts to make room. `parent` is b"" at a root. Shard None stands for all shards: then
+        only new blocks are stored.
 
         If there is no room for all blocks, the first ones are stored: a prefix is useful, a chain
         without its beginning is not."""
         state = self._session(session)
         shape = self.layouts.get(layout)
-        self._check_store(state, write, shape, shard, parent, keys, priority, ttl_ms)
+        shards = range(shape.shards) if shard is None else (shard, *further_shards)
+        self._check_store(state, write, shape, shards, parent, keys, priority, ttl_ms)
+        if self.blocks.departures is not None:
+            self.blocks.departures.uses.note(self.blocks.sequence, now_ms)
         known = self.tenants.get(tenant)
         above = known.index.get(parent) if known and parent else NO_ROW
         wanted = split_keys(keys)
         if parent and (above == NO_ROW or self.blocks.is_unswept(above)):
+            self._note_refused(tenant, parent, keys, 0, now_ms)
             return StorePlan(np.empty(0, np.int32), np.empty(0, np.int64), len(wanted), orphan=True)
-        joined, new_from, above = self._walk_known(known, shape, shard, above, wanted)
+        joined, is_apart, new_from, above = self._walk_known(
+            known, shape, () if shard is None else shards, above, wanted
+        )
         may_write = self.limits.writing_blocks_per_session - state.writing_blocks
         if len(joined) > may_write:
             new_from, joined = joined[may_write][0], joined[:may_write]
@@ -310,9 +348,9 @@ class Store:
             room = min(room, may_hold)
             if may_hold < 0 and joined:
                 new_from, joined = joined[0][0], []
-        work = Write(shape, shard, [])
+        work = Write(shape, shards)
         if joined:
-            self.add_to_write(state, work, [row for _, row in joined])
+            self.add_to_write(state, work, np.array([row for _, row in joined], dtype=np.int64))
         positions = [position for position, _ in joined]
         if above != NO_ROW:
             self.blocks.touch(above, self.blocks.next_use())
@@ -322,31 +360,40 @@ class Store:
             self.add_to_write(state, work, created)
             positions.extend(range(new_from, new_from + len(created)))
             new_from += len(created)
-        if work.rows:
+        if len(work.rows):
             state.writes[write] = work
+        if new_from < len(wanted) and not is_apart:
+            self._note_refused(tenant, b"", keys, new_from, now_ms, shape)
         slots = self.blocks.table.many.slot[work.rows]
-        return StorePlan(np.array(positions, dtype=np.int32), slots, len(wanted) - new_from)
+        return StorePlan(
+            np.array(positions, dtype=np.int32), slots, len(wanted) - new_from, apart=is_apart
+        )
 
     def complete_store(
         self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int
     ) -> Stored:
-        """Notes that the shard's bytes are in their slots. A block becomes visible with its last
-        shard. Returns what was written."""
+        """Notes that the bytes of the write's shards are in their slots. A block becomes visible
+        with its last shard. Returns what was written. `checksums` are those of block after block, a
+        block's shards together."""
         state = self._session(session)
         work = self._write(state, write)
-        if len(checksums) != len(work.rows):
+        if checksums.size != len(work.rows) * len(work.shards):
             raise RequestError(
                 "bad_checksums",
-                f"{len(work.rows)} blocks were to be written, {len(checksums)} checksums came",
+                f"{len(work.rows)} blocks of {len(work.shards)} shards were to be written,"
+                f" {checksums.size} checksums came",
                 field="checksums",
             )
         self.blocks.begin_turn()
-        self.blocks.note_checksums(work.rows, work.shard, work.layout, checksums)
-        self.blocks.shard_arrived(work.rows, work.shard, work.layout)
+        columns = checksums.reshape(len(work.rows), -1).T
+        for shard, of_shard in zip(work.shards, columns, strict=True):
+            self.blocks.note_checksums(work.rows, shard, work.layout, of_shard)
+        self.blocks.shards_arrived(work.rows, work.mask, work.layout)
         del state.writes[write]
         state.writing_blocks -= len(work.rows)
         self._end_write(work, work.rows, now_ms)
-        return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
+        nbytes = sum(work.layout.shard_bytes[shard] for shard in work.shards)
+        return Stored(len(work.rows), len(work.rows) * nbytes, int(work.rows[-1]))
 
     def abandon_store(self, session: int, write: int, now_ms: int) -> bool:
         """Releases the slots of a write. False if there is no such write: abandoning twice is not
@@ -405,16 +452,16 @@ class Store:
             while state.writes and left > 0:
                 write, work = next(reversed(state.writes.items()))
                 rows = work.rows[-left:]  # the last ones first: the others hang above them
-                del work.rows[-left:]
+                work.rows = work.rows[:-left]
                 left -= len(rows)
-                if not work.rows:
+                if not len(work.rows):
                     del state.writes[write]
                 self._end_write(work, rows, now_ms)
             if not state.leases and not state.writes:
                 self.closing.popleft()
 
     def _release(self, row: int, now_ms: int) -> None:
-        self.blocks.let_go([row])
+        self.blocks.let_go(np.array([row]))
         self.blocks.unpin(row, now_ms)
 
     def _without_unswept(self, owner: Tenant, keys: bytes, blocks: int) -> int:
@@ -465,7 +512,8 @@ class Store:
         self.layouts.leaving[number] = at if at < len(many.state) else -1
         self.blocks.drop(some.tolist())
 
-    def _check_keys(self, keys: bytes) -> None:
+    def check_keys(self, keys: bytes) -> None:
+        """RequestError unless these are whole keys, and no more than one request may name."""
         if len(keys) % KEY_BYTES:
             raise RequestError(
                 "bad_keys",
@@ -475,7 +523,8 @@ class Store:
         if len(keys) // KEY_BYTES > self.limits.blocks_per_request:
             raise RequestError(
                 "too_many_blocks",
-                f"{len(keys) // KEY_BYTES} keys in one request, of {self.limits.blocks_per_request} allowed",
+                f"{len(keys) // KEY_BYTES} keys in one request, of "
+                f"{self.limits.blocks_per_request} allowed",
                 field="keys",
                 hint="send fewer at a time, or raise --max-blocks-per-request",
             )
@@ -485,13 +534,13 @@ class Store:
         state: Session,
         write: int,
         shape: Layout,
-        shard: int,
+        shards: Sequence[int],
         parent: bytes,
         keys: bytes,
         priority: int,
         ttl_ms: int,
     ) -> None:
-        self._check_keys(keys)
+        self.check_keys(keys)
         if len(keys) // KEY_BYTES > BLOCKS_PER_STORE:
             raise RequestError(
                 "too_many_blocks",
@@ -503,8 +552,7 @@ class Store:
             raise RequestError(
                 "bad_keys", f"a parent key has {KEY_BYTES} bytes, not {len(parent)}", field="parent"
             )
-        if not 0 <= shard < shape.shards:
-            raise RequestError("bad_shard", f"shard {shard} of {shape.shards}", field="shard")
+        shape.check_shards(shards)
         if not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
             raise RequestError(
                 "bad_priority",
@@ -528,12 +576,17 @@ class Store:
             raise RequestError("write_exists", f"write {write} is under way already", field="write")
 
     def _walk_known(
-        self, owner: Tenant | None, shape: Layout, shard: int, above: int, wanted: list[bytes]
-    ) -> tuple[list[tuple[int, int]], int, int]:
-        """Follows the chain as far as it is known. Returns (position, row) of the blocks whose
-        shard is missing and not being written, the position of the first unknown key, and the last
-        known row."""
-        table, joined = self.blocks.table, []
+        self,
+        owner: Tenant | None,
+        shape: Layout,
+        shards: Sequence[int],
+        above: int,
+        wanted: list[bytes],
+    ) -> tuple[list[tuple[int, int]], bool, int, int]:
+        """Follows the chain as far as it is known. Returns (position, row) of the blocks of which
+        all these shards are missing and not being written, whether there is a block of which only
+        some are, the position of the first unknown key, and the last known row."""
+        table, joined, is_apart, mask = self.blocks.table, [], False, mask_of(shards)
         if above != NO_ROW and table.layout[above] != shape.number:
             raise RequestError(
                 "broken_chain", "the parent is a block of another layout", field="parent"
@@ -551,12 +604,18 @@ class Store:
                     f"key {position} is not the child of the key before it",
                     field="keys",
                 )
-            if table.state[row] == WRITING:
-                lacks = not self.blocks.shards_in[row] >> shard & 1
-            else:  # a reader of such a block knows that the shard is absent and does not read it
-                lacks = shape.lacking and shape.checks[table.check[row], shard] == ABSENT
-            if lacks and not self.writers.get(row, 0) >> shard & 1:
-                joined.append((position, row))
+            is_writing = table.state[row] == WRITING
+            if is_writing or shape.lacking:
+                if is_writing:
+                    lacks = mask & ~self.blocks.shards_in[row]
+                else:
+                    # a reader of such a block knows what is absent and does not read it
+                    checks = shape.checks[table.check[row]]
+                    lacks = mask_of([shard for shard in shards if checks[shard] == ABSENT])
+                lacks &= ~self.writers.get(row, 0)
+                if lacks == mask != 0:
+                    joined.append((position, row))
+                is_apart |= 0 < lacks < mask
             above = row
         rest = wanted[new_from:]
         unswept = self._unswept_among(index, rest) if self.blocks.unswept else {}
@@ -567,7 +626,7 @@ class Store:
             )
         for row in unswept.values():  # new blocks replace them
             self.blocks.take_out(row)
-        return joined, new_from, above
+        return joined, is_apart, new_from, above
 
     def _unswept_among(self, index: KeyIndex, keys: list[bytes]) -> dict[bytes, int]:
         """The keys whose blocks descend from dropped blocks, with their rows."""
@@ -589,53 +648,79 @@ class Store:
         now_ms: int,
         priority: int,
         ttl_ms: int,
-    ) -> list[int]:
+    ) -> NDArray[np.int64]:
+        rows = np.empty(0, np.int64)
         limit_bytes = self.tenants.limit_of(tenant)
         if limit_bytes is not None and limit_bytes < shape.slot_bytes:
-            return []  # without evicting anything
+            return rows  # without evicting anything
         if not self.tenants.has_place(tenant) and (coldest := self.tenants.make_way()):
             self.blocks.clear(coldest)
         owner = self.tenants.get_or_add(tenant)
-        owner.storing = True
+        owner.storing += 1
         shape.used = self.blocks.next_use()
         if above != NO_ROW:
             # so that making room does not evict the parent of the new blocks
             self.blocks.pin(above)
         self.blocks.begin_turn()
         room = self.eviction.make_room(owner, shape, len(keys), now_ms)
-        rows: list[int] = []
         if room:
             expires_ms = now_ms + ttl_ms if ttl_ms else 0
-            rows = self.blocks.create(
-                owner, shape, above, keys[:room], priority, expires_ms
-            ).tolist()
+            rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms)
         if above != NO_ROW:
             self.blocks.unpin(above, now_ms)
-        owner.storing = False
+        owner.storing -= 1
         self.tenants.forget_if_idle(owner)
         return rows
 
-    def add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
-        """Makes the session the writer of this shard of these blocks."""
-        bit, writers = 1 << work.shard, self.writers
+    def _note_refused(
+        self,
+        tenant: str,
+        parent: bytes,
+        keys: bytes,
+        first: int,
+        now_ms: int,
+        shape: Layout | None = None,
+    ) -> None:
+        """Remembers why the blocks from `first` on are not stored. Those without their parent are
+        refused for the reason for which that was, if it was."""
+        departures = self.blocks.departures
+        if departures is None:
+            return
+        words = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)[first:]
+        if shape is None:
+            above = np.frombuffer(parent, dtype=np.uint64).reshape(-1, 2)
+            cause = int(departures.table.find(above)[0][0])
+            if cause not in (OVER_LIMIT, NO_ROOM):
+                return
+        else:
+            owner, limit_bytes = self.tenants.get(tenant), self.tenants.limit_of(tenant)
+            usage_bytes = owner.usage_bytes if owner else 0
+            is_limited = limit_bytes is not None and usage_bytes + shape.slot_bytes > limit_bytes
+            cause = OVER_LIMIT if is_limited else NO_ROOM
+        departures.table.note_refused(words, cause, tenant, now_ms)
+
+    def add_to_write(self, state: Session, work: Write, rows: NDArray[np.int64]) -> None:
+        """Makes the session the writer of its shards of these blocks."""
+        mask, writers = work.mask, self.writers
         self.blocks.pin_many(rows)
-        if rows:
+        if len(rows):
             self.blocks.hold(rows)
-        are_new = writers.keys().isdisjoint(rows)
+        row_list = rows.tolist()
+        are_new = writers.keys().isdisjoint(row_list)
         writers.update(
-            dict.fromkeys(rows, bit)
+            dict.fromkeys(row_list, mask)
             if are_new
-            else {row: writers.get(row, 0) | bit for row in rows}
+            else {row: writers.get(row, 0) | mask for row in row_list}
         )
-        work.rows.extend(rows)
+        work.rows = np.concatenate((work.rows, rows)) if len(work.rows) else rows
         state.writing_blocks += len(rows)
 
-    def _end_write(self, work: Write, rows: list[int], now_ms: int) -> None:
+    def _end_write(self, work: Write, rows: NDArray[np.int64], now_ms: int) -> None:
         """Ends the write for some of its rows."""
-        others, writers = ~(1 << work.shard), self.writers
-        for row in rows:
+        others, writers = ~work.mask, self.writers
+        for row in rows.tolist():
             if left := writers.pop(row) & others:
                 writers[row] = left
-        if rows:
+        if len(rows):
             self.blocks.let_go(rows)
         self.blocks.unpin_many(rows, now_ms)

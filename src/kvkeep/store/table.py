@@ -237,16 +237,9 @@ class BlockTable:
         self.many.queued[:] = -1
         self._free = np.flatnonzero(free[: self._next])[::-1].tolist()
 
-    def rows_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The used rows whose slots lie in that range of the pool."""
-        slot = self.many.slot[: self._next]
-        return np.flatnonzero(
-            (slot >= begin) & (slot < end) & (self.many.state[: self._next] != FREE)
-        )
-
-    def live_rows(self) -> NDArray[np.int64]:
-        """All rows in use."""
-        return np.flatnonzero(self.many.state[: self._next] != FREE)
+    def live_rows(self, start: int = 0, stop: int = _MOST_ROWS) -> NDArray[np.int64]:
+        """The rows in use, of those from `start` to `stop`."""
+        return start + np.flatnonzero(self.many.state[start : min(stop, self._next)] != FREE)
 
     def _grow(self, capacity: int) -> None:
         sizes = (capacity, self._most_rows)

@@ -56,8 +56,9 @@ class Tenant(Struct, eq=False, gc=False):
     share_bytes: int = 0  # its own quota in force: what it may hold in any case
     cleared: int = 0  # its old indices that are not swept yet
     defaults: int = 0  # which defaults its quota and limit were computed with
-    # a store is under way: the tenant is not forgotten if its last block is evicted for the next
-    storing: bool = False
+    # stores under way, and slabs being emptied for them: the tenant is not forgotten meanwhile, even
+    # if its last block is evicted for the next
+    storing: int = 0
     index: KeyIndex = field(default_factory=KeyIndex)
     word: int = 0
 
@@ -136,7 +137,7 @@ class Tenants:
         self.leaving: dict[Tenant, None] = {}
         # tenants over a limit that was lowered
         self.to_shrink: dict[Tenant, None] = {}
-        self.to_update: list[Tenant] = []  # tenants that may still have old defaults
+        self.to_update = 0  # tenants with lower numbers may still have old defaults
         # called when the blocks of a tenant belong in other eviction queues
         self.on_moved: Callable[[Tenant], None] = lambda tenant: None
         self.reserved_bytes = 0  # the sum of all shares
@@ -154,6 +155,11 @@ class Tenants:
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    @property
+    def numbers(self) -> int:
+        """All numbers of tenants are lower."""
+        return self._next
 
     def largest(self, most: int) -> list[Tenant]:
         """Up to `most` tenants that use the most memory, the largest first."""
@@ -295,13 +301,13 @@ class Tenants:
 
     def update(self, most: int) -> int:
         """Puts changed defaults in force for up to `most` tenants without a request since. Returns
-        how many; 0 when all are done."""
-        some = self.to_update[-most:]
-        del self.to_update[-most:]
-        for tenant in some:
-            if tenant.defaults != self._defaults and self._by_name.get(tenant.name) is tenant:
+        how many numbers of tenants it has looked at; 0 when all are done."""
+        stop, self.to_update = self.to_update, max(0, self.to_update - most)
+        for number in range(self.to_update, stop):
+            tenant = self.by_number.get(number)
+            if tenant is not None and tenant.defaults != self._defaults:
                 self._put_in_force(tenant)
-        return len(some)
+        return stop - self.to_update
 
     @property
     def is_scaled(self) -> bool:
@@ -325,7 +331,9 @@ class Tenants:
                 f"{tenant.name}: borrowing is noted wrongly"
             )
             assert tenant.is_named == (tenant in self.named)
-            assert tenant.blocks or tenant.is_named, f"{tenant.name}: should be forgotten"
+            assert tenant.blocks or tenant.is_named or tenant.storing, (
+                f"{tenant.name}: should be forgotten"
+            )
             idle = (
                 tenant.blocks > 0
                 and not tenant.held_bytes
@@ -369,7 +377,7 @@ class Tenants:
         """Puts new defaults in force: at once for tenants with a quota or limit of their own, for
         others with their next request or by `update`."""
         self._defaults += 1
-        self.to_update = list(self)
+        self.to_update = self._next
         for tenant in list(self.named):
             self._put_in_force(tenant)
 

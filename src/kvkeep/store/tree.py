@@ -7,7 +7,7 @@ a ── b ── c ── d          "a b c d" was stored by one request, "a b 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,12 @@ def longest_hit(table: BlockTable, index: KeyIndex, keys: bytes) -> int:
         else:
             miss = middle
     return miss
+
+
+def known_blocks(index: KeyIndex, keys: bytes) -> int:
+    """How many leading keys the index has, in any state: the ancestors of a block are in it, too."""
+    blocks = range(len(keys) // KEY_BYTES)
+    return bisect_left(blocks, True, key=lambda at: index.get(key_at(keys, at)) == NO_ROW)
 
 
 def rows_of_chain(
@@ -107,13 +113,13 @@ def _walk_down(
     return np.array(rows, dtype=np.int64)
 
 
-def hold(table: BlockTable, rows: list[int]) -> int:
+def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
     """Counts one more lease or write on each row. Returns how many rows have become held: a held
     row holds its ancestors."""
     if table.walker:
         return table.walker.hold(rows)
     newly = 0
-    for row in rows:
+    for row in rows.tolist():
         while row != NO_ROW:
             table.held[row] += 1
             if table.held[row] > 1:
@@ -123,12 +129,12 @@ def hold(table: BlockTable, rows: list[int]) -> int:
     return newly
 
 
-def let_go(table: BlockTable, rows: list[int]) -> int:
+def let_go(table: BlockTable, rows: NDArray[np.int64]) -> int:
     """Counts one lease or write less on each row. Returns how many rows are no longer held."""
     if table.walker:
         return table.walker.let_go(rows)
     gone = 0
-    for row in rows:
+    for row in rows.tolist():
         while row != NO_ROW:
             table.held[row] -= 1
             if table.held[row]:
@@ -215,27 +221,15 @@ def children(table: BlockTable, row: int) -> list[int]:
     return found
 
 
-def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[int]:
-    """The row and its descendants, parents first, leaving out `without` and their descendants."""
-    found = [row]
-    for each in found:
-        found.extend(child for child in children(table, each) if child not in without)
+def with_descendants(table: BlockTable, rows: list[int], most: int) -> list[int]:
+    """The rows and their descendants, each once; of the descendants the first ones, until there are
+    `most` rows in all."""
+    found, seen = list(rows), set(rows)
+    for row in found:
+        child = table.first_child[row] if len(found) < most else NO_ROW
+        while child != NO_ROW and len(found) < most:
+            if child not in seen:
+                seen.add(child)
+                found.append(child)
+            child = table.next_sibling[child]
     return found
-
-
-def latest_below(
-    table: BlockTable, rows: NDArray[np.int64], used: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """For each live row, the largest `used` of itself and its descendants.
-
-    Every round doubles how far up a row reports: a chain of 2,000 blocks takes eleven rounds."""
-    latest = np.zeros(int(rows.max()) + 1, dtype=np.int64)
-    latest[rows] = used
-    above = np.full(len(latest) + 1, NO_ROW, dtype=np.int64)  # one more: NO_ROW is its own ancestor
-    above[rows] = table.many.parent[rows]
-    below = rows[above[rows] != NO_ROW]
-    while len(below):
-        np.maximum.at(latest, above[below], latest[below])
-        above[below] = above[above[below]]
-        below = below[above[below] != NO_ROW]
-    return latest[rows]

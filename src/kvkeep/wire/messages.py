@@ -32,11 +32,25 @@ the client says Release. A block whose checksum does not match is named in Repor
 **Store.** PrepareStore names the keys and, if the first is not a root, its parent. The answer,
 Prepared, says which blocks to write and where: those that exist already, or that another session is
 writing, are left out. The worker copies, then says CompleteStore with the checksums, or
-AbandonStore. A block is visible when all its shards are in.
+AbandonStore. A block is visible when all its shards are in. A worker that holds several shards of
+each block (OpenLayout names them) stores them together.
 
 **Hints.** PrepareStore carries a priority (0 to 100, 50 is normal, higher stays longer) and a time
 to live; Finish says that the request that used a chain has finished. Hints only change the order in which
 blocks are evicted.
+
+**Reports.** A server with the capability "reports" is told of every request that has finished what
+its prompt was served from (ReportRequests): how many blocks each cache gave, and why the rest was
+computed (kv/outcomes.py). What the server lacked it explains itself, from what it knew when it answered
+the lookup. Reports are for operators: no reply depends on them, and a lost one is not sent again.
+
+**Tiers.** A server with the capability "tiers" also keeps blocks on slower tiers, such as a disk. A
+Lookup is answered at once with what memory has, and the server begins to bring up what a tier has
+beyond that. To a client that says how long it is willing to wait (`patience_ms`), Found adds how
+many blocks are `coming` and when the server expects the last of them (`again_ms`). The client may
+then ask again: a new Lookup with a lease of its own. Prefetch asks for blocks to be brought up
+without a lookup. Only a client that knows the capability sends these fields and messages, and only
+a client that sends patience gets those of Found.
 
 **Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32,
 checksums uint64 (block after block, a block's shards together). Lists have at most 65,536 items:
@@ -48,16 +62,27 @@ from typing import Annotated
 
 import msgspec
 
+from kvkeep.kv.outcomes import MAX_PROBES
+
 PROTOCOL_VERSION = 3
 MAX_LIST_ITEMS = 65_536
 
 SHARED_MEMORY, NETWORK = "shared_memory", "network"
 LOADED_TOKENS = "loaded_tokens"  # the server takes them in Release
-CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS)
+REPORTS = "reports"  # the server takes ReportRequests
+TIERS = "tiers"  # announced only by a server that has a tier: it takes patience and Prefetch
+SEVERAL_SHARDS = "several_shards"  # the server takes them in OpenLayout and PrepareStore
+CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS, REPORTS, SEVERAL_SHARDS)
+
+MAX_FURTHER_SHARDS = 1023  # a block has 1,024 at most
+SCHEDULER = "scheduler"  # the role of sessions whose lookups are explained to operators
 
 MAX_PARTS, MAX_PART_NAME_CHARS, MAX_PART_CHARS, MAX_ROLE_CHARS = 64, 64, 512, 64
+MAX_REPORTS, MAX_RUNS, MAX_REQUEST_CHARS = 256, 64, 128
+MAX_LOOKUPS, PROBE_BYTES = 4, 8
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
+Shards = Annotated[list[int], msgspec.Meta(max_length=MAX_FURTHER_SHARDS)]
 Parts = Annotated[
     dict[
         Annotated[str, msgspec.Meta(max_length=MAX_PART_NAME_CHARS)],
@@ -97,8 +122,9 @@ class Ping(Message, frozen=True):
 
 class OpenLayout(Message, frozen=True):
     """Names what blocks mean and how they are cut: a 16-byte fingerprint of everything that decides
-    it, bytes of each shard. A worker adds its shard and a fingerprint of how its tensors lie in
-    memory. `parts` is what the fingerprint was taken over, by name; `role` says what the session is
+    it, bytes of each shard. A worker adds its shard, `further_shards` if it has several, in
+    ascending order, and a fingerprint of how its tensors lie in memory, which is the same for each
+    of them. `parts` is what the fingerprint was taken over, by name; `role` says what the session is
     for. Both are for people: only the fingerprint decides which blocks are found. Answered by
     LayoutOpened."""
 
@@ -108,15 +134,30 @@ class OpenLayout(Message, frozen=True):
     physical: bytes = b""
     parts: Parts = msgspec.field(default_factory=dict)
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)] = ""
+    further_shards: Shards = []
 
 
 class Lookup(Message, frozen=True):
-    """Asks for the longest ready prefix. Answered by Found; the lease has this request's number."""
+    """Asks for the longest ready prefix. `patience_ms` is how long the client is willing to wait for
+    blocks that come from a tier; the answer never waits for them. `found_before` says that the same
+    question is asked again: how many blocks its last answer counted. Answered by Found; the lease
+    has this request's number."""
 
     tenant: str
     layout: int
     keys: bytes
     skip: int = 0
+    patience_ms: int = 0
+    found_before: int = -1
+
+
+class Prefetch(Message, frozen=True):
+    """Hint: the blocks of this prompt will be needed soon. The server brings those that only a tier
+    has into memory. Answered by Done, which counts the blocks that are coming."""
+
+    tenant: str
+    layout: int
+    keys: bytes
 
 
 class Release(Message, frozen=True):
@@ -128,6 +169,39 @@ class Release(Message, frozen=True):
     loaded_tokens: Numbers = []
 
 
+class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one request's prompt was served from. `runs` are pairs of an outcome and a number of
+    blocks, from the first block on. `lookups` are the numbers of the Lookups whose answers lacked
+    blocks, and `keys` those of the blocks from `keys_from` on, of which the first was lacking.
+    `probes` are hashes of its first tokens, tenant and adapter, without the identity, 8
+    bytes each: after 1, 2, 4, ... blocks, and after the last full one.
+
+    The figures are of the prompt: tokens that were loaded, that the engine's own prefix cache had,
+    and that were computed; the estimated time of computing the loaded tokens, the time of their
+    loads, and loaded tokens of which neither is known. Totals of loaded tokens are of Release."""
+
+    request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARS)]
+    tenant: str
+    runs: Annotated[list[tuple[str, int]], msgspec.Meta(max_length=MAX_RUNS)]
+    prompt_tokens: int = 0
+    loaded_tokens: int = 0
+    local_tokens: int = 0
+    computed_tokens: int = 0
+    unpriced_tokens: int = 0
+    avoided_us: int = 0
+    load_us: int = 0
+    lookups: Annotated[list[int], msgspec.Meta(max_length=MAX_LOOKUPS)] = []
+    keys_from: int = 0
+    keys: bytes = b""
+    probes: Annotated[bytes, msgspec.Meta(max_length=MAX_PROBES * PROBE_BYTES)] = b""
+
+
+class ReportRequests(Message, frozen=True):
+    """Requests have finished. For operators: no reply depends on it. Answered by Done."""
+
+    requests: Annotated[list[RequestReport], msgspec.Meta(max_length=MAX_REPORTS)]
+
+
 class Finish(Message, frozen=True):
     """Hint: the request that used the chain that ends in `key` has finished. Answered by Done."""
 
@@ -137,8 +211,8 @@ class Finish(Message, frozen=True):
 
 
 class PrepareStore(Message, frozen=True):
-    """Asks for slots for one shard of a run of blocks. Answered by Prepared; the write has this
-    request's number."""
+    """Asks for slots for one shard of a run of blocks, or for it and `further_shards`, in ascending
+    order. Answered by Prepared; the write has this request's number."""
 
     tenant: str
     layout: int
@@ -147,10 +221,12 @@ class PrepareStore(Message, frozen=True):
     keys: bytes
     priority: int = 50
     ttl_ms: int = 0
+    further_shards: Shards = []
 
 
 class CompleteStore(Message, frozen=True):
-    """The bytes are in their slots; `checksums` is one uint64 a block written. Answered by Done."""
+    """The bytes are in their slots; `checksums` is one uint64 for each shard of each block written.
+    Answered by Done."""
 
     write: int
     checksums: bytes
@@ -183,10 +259,12 @@ class Fetch(Message, frozen=True):
 
 class Put(Message, frozen=True):
     """Network plane: brings the bytes of blocks of a write, from the `start`-th on, one payload
-    frame a block. Answered by Done."""
+    frame a block. `shard` says which of the write's shards they are, if it has several. Answered by
+    Done."""
 
     write: int
     start: int
+    shard: int = -1
 
 
 class Goodbye(Message, frozen=True):
@@ -244,22 +322,28 @@ class LayoutOpened(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """How many leading blocks are ready; slots and checksums of those beyond `skip`, leased."""
+    """How many leading blocks are ready; slots and checksums of those beyond `skip`, leased.
+    `coming` more blocks after them are on their way from a tier; the server expects the last of
+    them in `again_ms`, which is when to ask again. Both are 0 without patience."""
 
     blocks: int
     slots: bytes
     checksums: bytes
+    coming: int = 0
+    again_ms: int = 0
 
 
 class Prepared(Message, frozen=True):
     """Which positions of the keys to write, into which slots. `refused`: last keys that found no
     room, or all if the parent is not here (`orphan`). With nothing to write there is no write to
-    complete."""
+    complete. `apart`: some blocks lack only some of several shards and are not among those to
+    write; a PrepareStore for each shard alone names them."""
 
     positions: bytes
     slots: bytes
     refused: int
     orphan: bool
+    apart: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -278,7 +362,9 @@ Request = (
     | Ping
     | OpenLayout
     | Lookup
+    | Prefetch
     | Release
+    | ReportRequests
     | Finish
     | PrepareStore
     | CompleteStore

@@ -20,6 +20,9 @@ FIRST_BYTES_KEPT: Final = 256  # of a connection, to recognise strangers
 # A few hundred small messages; also the largest TLS record, so that OpenSSL keeps no part of one.
 _READ_BYTES = 16 << 10
 _MOST_READ_BYTES = 1 << 20
+# A message is kept in pieces until it is whole: one buffer that grows is moved again and again, and
+# leaves gaps. Only what is shorter than this is put together, so that pieces take what they hold.
+_PIECE_BYTES = 64 << 10
 _READS_A_CALL, _TLS_READS_A_CALL = 8, 64  # OpenSSL gives one record at a time
 _BUFFER_BYTES = 4 << 20  # asked of the kernel: a message that fits is sent with one call
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -39,7 +42,8 @@ class Stream:
         self.is_over = False  # the peer closed the connection, or sent what is not a message
         self.is_ready = not isinstance(connected, ssl.SSLSocket)  # TLS: when the handshake is done
         self._most_message_bytes = most_message_bytes
-        self._read = bytearray()
+        self._pieces: deque[bytearray] = deque()  # that were read and not taken
+        self._read_bytes = 0  # in all of them
         self._sizes: Sizes | None = None  # of the message being read, once its header is there
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
@@ -57,12 +61,12 @@ class Stream:
     @property
     def held_bytes(self) -> int:
         """Memory that this connection takes: replies not sent, messages incomplete or not taken."""
-        return self._unsent_bytes + len(self._read)
+        return self._unsent_bytes + self._read_bytes
 
     @property
     def is_half(self) -> bool:
         """Whether part of a message has been sent or received, and the rest has not."""
-        return bool(self._unsent) or (bool(self._read) and not self.has_next)
+        return bool(self._unsent) or (bool(self._read_bytes) and not self.has_next)
 
     def shake_hands(self) -> bool:
         """Continues the TLS handshake, if there is one. Returns whether it is done."""
@@ -121,7 +125,7 @@ class Stream:
                 if not data:
                     self._lose()
                     return
-                self._read += data
+                self._keep(data)
                 if len(self.first) < FIRST_BYTES_KEPT:
                     self.first += data[: FIRST_BYTES_KEPT - len(self.first)]
         except _NOT_NOW:
@@ -140,20 +144,14 @@ class Stream:
         if self._missing_bytes() or (sizes := self._sizes) is None:
             return None
         payload = [sizes.payload_frame_bytes] * sizes.payload_frames
-        lengths = [HEADER_BYTES, sizes.body_bytes, *payload]
-        frames, at = [], 0
-        with memoryview(self._read) as view:
-            for length in lengths:
-                frames.append(bytes(view[at : at + length]))
-                at += length
-        del self._read[:at]
         self._sizes = None
-        return frames
+        return [self._take(length) for length in (HEADER_BYTES, sizes.body_bytes, *payload)]
 
     def end(self) -> None:
         """Stops reading and sending, and drops messages that were read and not taken."""
         self._lose()
-        self._read.clear()
+        self._pieces.clear()
+        self._read_bytes = 0
         self._sizes = None
 
     def close(self) -> None:
@@ -167,15 +165,38 @@ class Stream:
         self._unsent.clear()
         self._unsent_bytes = 0
 
+    def _keep(self, data: bytes) -> None:
+        self._read_bytes += len(data)
+        if self._pieces and len(self._pieces[-1]) + len(data) <= _PIECE_BYTES:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(bytearray(data))
+
+    def _take(self, nbytes: int) -> bytes:
+        """The next bytes of those that were read; they are not kept here any longer."""
+        self._read_bytes -= nbytes
+        taken: list[bytes] = []
+        while nbytes >= len(piece := self._pieces[0]):
+            taken.append(bytes(piece))
+            nbytes -= len(piece)
+            del self._pieces[0]
+            if not nbytes:
+                return taken[0] if len(taken) == 1 else b"".join(taken)
+        with memoryview(piece) as view:
+            taken.append(bytes(view[:nbytes]))
+        del piece[:nbytes]
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
     def _missing_bytes(self) -> int:
         """The least number of bytes missing until a message is whole; 0 if one is."""
         if self._sizes is None:
-            if not MAGIC.startswith(self._read[: len(MAGIC)]):
+            if self._read_bytes and not MAGIC.startswith(self._pieces[0][: len(MAGIC)]):
                 self.end()
-            if len(self._read) < HEADER_BYTES:
-                return HEADER_BYTES - len(self._read)
-            self._sizes = decode_sizes(self._read)
+            if self._read_bytes < HEADER_BYTES:
+                return HEADER_BYTES - self._read_bytes
+            # All of it is in one piece: before a header is whole, too little is read for two.
+            self._sizes = decode_sizes(self._pieces[0])
             if self._sizes is None or self._sizes.total_bytes > self._most_message_bytes:
                 self.end()
                 return HEADER_BYTES
-        return max(0, HEADER_BYTES + self._sizes.total_bytes - len(self._read))
+        return max(0, HEADER_BYTES + self._sizes.total_bytes - self._read_bytes)
