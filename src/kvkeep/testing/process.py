@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ _numbers = itertools.count()
 _ENDS_IN_S = 60
 _LAST_WORD_WITHIN_S = 3.0  # pipes close before the last line of a log is written
 _SHOWN_LINES = 30
+# The server listens on loopback: a proxy from the environment is for the world outside.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: bool = False) -> bool:
@@ -36,14 +39,21 @@ def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: boo
 
 class ServerProcess:
     """`kvkeep serve` on free ports, with a pool and state of its own; all of it is gone when the
-    block ends.
+    block ends. `environment`: variables for it beside the caller's, of which it gets no KVKEEP_*.
 
     with ServerProcess("--pool-size", "1GiB") as server:
         cache = kvkeep.connect(server.address, ...)
     """
 
-    def __init__(self, *flags: str, name: str | None = None, state_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        name: str | None = None,
+        state_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._flags = flags
+        self._environment = environment or {}
         self._shm_dir = Path(
             flags[flags.index("--shm-dir") + 1] if "--shm-dir" in flags else "/dev/shm"
         )
@@ -76,7 +86,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=_clean_environment(),
+            env=_clean_environment() | dict(self._environment),
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -116,6 +126,14 @@ class ServerProcess:
             self._said = self.log()
             self._log.close()
         return self._said
+
+    def ask(self, path: str = "/v1/status", within_s: float = 30.0) -> Any:
+        """What the admin API answers to GET. Unavailable if it does not answer."""
+        try:
+            with _opener.open(f"http://{self.http}{path}", timeout=within_s) as reply:
+                return json.load(reply)
+        except OSError as error:
+            raise Unavailable(f"the server does not answer: {error}") from None
 
     def log(self) -> str:
         """What the server has written to its log."""

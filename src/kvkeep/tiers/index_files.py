@@ -150,6 +150,17 @@ def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_byte
         os.close(descriptor)
 
 
+def rewrite_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> None:
+    """Changes the sizes of a header that is ours, in place and with one write: whoever has it
+    locked keeps the lock."""
+    head = _HEADER.pack(_MAGIC, _VERSION, 0, _FORM, pool_bytes, slab_bytes, segment_bytes)
+    descriptor = os.open(directory / _HEADER_FILE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, head + _CHECK.pack(checksum(head)), 0)
+    finally:
+        os.close(descriptor)
+
+
 def own_header(directory: Path) -> int:
     """Locks the header until the descriptor is closed. The lock stays with the columns even if they
     are moved, so no two servers write into them. BlockingIOError if another server has it."""
@@ -168,8 +179,8 @@ def remove_header(directory: Path) -> None:
 
 
 def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> str:
-    """Why the files in this directory are no index for such a pool; empty if they are one. OSError
-    if they cannot be examined."""
+    """Why the files in this directory are no index for such a pool, or one of another size; empty if
+    they are one. OSError if they cannot be examined."""
     for name in os.listdir(directory):
         if name.startswith((PREFIX, "segment-")):
             found = os.stat(directory / name, follow_symlinks=False)
@@ -186,9 +197,8 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
         left = _read_header(directory)
     except ValueError as error:
         return str(error)
-    for name, was, wanted in zip(
-        ("pool", "slab", "segment"), left, (pool_bytes, slab_bytes, segment_bytes), strict=True
-    ):
+    wanted_sizes = (slab_bytes, segment_bytes)
+    for name, was, wanted in zip(("slab", "segment"), left[1:], wanted_sizes, strict=True):
         if was != wanted:
             return f"its {name} size is {format_size(was)}, not {format_size(wanted)}"
     row_bytes = {name: np.dtype(kind).itemsize for name, kind in KEPT.items()} | {
@@ -199,7 +209,7 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
     }
     if not 0 < lengths["state"] <= min(lengths.values()):  # it is the last to grow
         return "a column of its index is missing or too short"
-    if lengths["state"] > pool_bytes // SLOT_ALIGN + _ROWS_TO_SPARE:
+    if lengths["state"] > max(pool_bytes, left[0]) // SLOT_ALIGN + _ROWS_TO_SPARE:
         return "a column of its index is too long"
     return ""
 

@@ -12,12 +12,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep.errors import PoolError
 from kvkeep.kv.presence import Presence
@@ -28,6 +32,7 @@ from kvkeep.tiers.index_files import (
     FileColumns,
     own_header,
     remove_header,
+    rewrite_header,
     sizes_left,
     why_not_adopt,
     write_header,
@@ -40,6 +45,9 @@ from kvkeep.wire.segments import PRESENCE_FILES, Segments, make_presence, segmen
 
 log = logging.getLogger(__name__)
 
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of falloc.h
 _SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
 _SLABS_AT_LEAST = 16
@@ -98,6 +106,11 @@ class Pool:
     be adopted: then `is_left` is true, and `filled_bytes` are filled. Otherwise, or with `fresh`,
     everything is removed; `why_empty` says why, and so does `not_adopted` if a pool was left.
 
+    A pool that is left may have another size. It grows at once. If more of it is filled than
+    `pool_bytes`, it shrinks when its blocks have moved: `move`, then `shrink`.
+
+    With `any_slab` the slab size of a pool that is left is taken.
+
     PoolError if the pool does not fit. With `may_shrink` it takes the automatic size instead: how
     much memory an old pool returns is known only once it is removed, because processes that have it
     mapped keep it."""
@@ -113,9 +126,13 @@ class Pool:
         keep: bool = False,
         fresh: bool = False,
         may_shrink: bool = False,
+        any_slab: bool = False,
     ) -> None:
         self.directory = _directory(shm_dir, name)
         self._set_sizes(pool_bytes, slab_bytes)
+        self._any_slab, self._is_auto = any_slab, may_shrink
+        self._left_bytes = 0  # of the pool that is left
+        self._is_spared = False  # what was left stays, though this server does not start
         self.filled_bytes = 0
         self.columns: Columns = PlainColumns()
         self.is_left = False
@@ -130,14 +147,18 @@ class Pool:
             if keep and not fresh:
                 self._find_what_is_left()
                 self._check_rest(shm_dir)
+                if self.is_left and self._left_bytes < self.pool_bytes:
+                    self._rewrite_header()
             if not self.is_left:
+                if keep and not fresh:
+                    self._check_room_before_removal(shm_dir, name, may_shrink)
                 self._remove_all()
                 self._check_room(shm_dir, pool_bytes, may_shrink)
                 self.segments = self._make_segments()
                 self._begin()
         except BaseException as error:
             # guard: after any error, neither our lock nor our directory may stay behind
-            self.close(keep=self.is_left)
+            self.close(keep=self.is_left or self._is_spared)
             if isinstance(error, OSError):
                 raise PoolError(
                     f"cannot make {self.directory}: {error.strerror}", "check --shm-dir"
@@ -153,10 +174,21 @@ class Pool:
         """Does not adopt a pool whose unfilled rest does not fit: filling it would end the
         server."""
         missing, room = self.pool_bytes - self.filled_bytes, pool_room(shm_dir)
-        if self.is_left and missing > room.nbytes:
+        if self.is_left and missing > max(0, room.nbytes):
             why = f"{format_size(missing)} of it are missing and do not fit: {room.reason}"
             self.not_adopted = self.why_empty = why
             self.is_left = False
+
+    def _check_room_before_removal(self, shm_dir: Path, name: str, may_shrink: bool) -> None:
+        """PoolError, with what was left untouched, if a pool of another size cannot fit even when
+        that is removed."""
+        left = pool_left(shm_dir, name)
+        if may_shrink or left.pool_bytes in (0, self.pool_bytes):
+            return
+        room = pool_room(shm_dir, left.held_bytes)
+        self._is_spared = self.pool_bytes > room.nbytes
+        if self._is_spared:
+            raise self._too_large(self.pool_bytes, room)
 
     def _check_room(self, shm_dir: Path, asked_bytes: int, may_shrink: bool) -> None:
         """Checks that whole slabs fit. The error names the size that was asked for."""
@@ -166,19 +198,24 @@ class Pool:
         if may_shrink and (smaller := auto_pool_bytes(shm_dir)):
             self._set_sizes(smaller, min(self.slab_bytes, slab_bytes_for(smaller)))
         else:
-            asked, fits = format_size(asked_bytes), format_size(room.nbytes)
-            problem = f"a pool of {asked} does not fit: {room.reason}, room for {fits}"
-            raise PoolError(problem, _how_to_fit(room, self.slab_bytes))
+            raise self._too_large(asked_bytes, room)
+
+    def _too_large(self, asked_bytes: int, room: Room) -> PoolError:
+        asked, fits = format_size(asked_bytes), format_size(room.nbytes)
+        problem = f"a pool of {asked} does not fit: {room.reason}, room for {fits}"
+        return PoolError(problem, _how_to_fit(room, self.slab_bytes))
 
     def start_over(self) -> None:
         """Removes everything and begins again in other memory. Processes that have the old memory
         mapped keep it."""
         self._remove_all()
+        self.segments = self._make_segments()
         self._begin()
 
     def _remove_all(self) -> None:
         self._let_go_of_what_was_left()
         self.is_left = False
+        self._left_bytes = 0
         self._remove_files()
         if left := sorted(set(os.listdir(self.directory)) - {LOCK_FILE}):
             raise PoolError(
@@ -261,11 +298,11 @@ class Pool:
             f"the pool stays at {format_size(self.filled_bytes)}; free memory, or use a smaller --pool-size",
         )
 
-    def make_presence(self) -> Presence | None:
-        """Makes the counts that tell clients which blocks are absent. None if they cannot be made:
-        then clients ask for every block."""
+    def make_presence(self, on_disk_bytes: int = 0) -> Presence | None:
+        """Makes the counts that tell clients which blocks are absent, for as many blocks as memory
+        and disks hold. None if they cannot be made: then clients ask for every block."""
         try:
-            return make_presence(self.directory, self._epoch, self.pool_bytes)
+            return make_presence(self.directory, self._epoch, self.pool_bytes + on_disk_bytes)
         except OSError as error:
             problem = "engines cannot see what is not here, and wait for every answer: %s (make %s larger)"
             log.warning(problem, error, self.directory.parent)
@@ -301,10 +338,15 @@ class Pool:
         if not any(name.startswith("segment-") for name in os.listdir(self.directory)):
             self.why_empty = "no server before it has left anything"
             return
+        left_bytes, left_slab, _ = sizes_left(self.directory)
+        if self._any_slab and 0 < left_slab <= self.pool_bytes:
+            self._set_sizes(self.pool_bytes, left_slab)
         try:
             why = why_not_adopt(
                 self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes
             )
+            if not why and left_bytes != self.pool_bytes:
+                why = self._why_not_resize(left_bytes)
             if not why:
                 self._header = own_header(self.directory)
                 columns = FileColumns(self.directory)
@@ -314,13 +356,22 @@ class Pool:
                 for path in self.directory.glob(PRESENCE_FILES):
                     path.unlink()
                 self._old_sessions = OldSessions(self.directory, self._session_locks.forget)
-                self.segments = self._make_segments()
-                self._map_segments_left()
+                self._left_bytes = left_bytes
+                self._map_segments_left(left_bytes)
                 self.columns = columns
                 self.is_left = True
         except (OSError, PoolError) as error:
             why = f"it cannot be read: {error}"
         self.not_adopted = self.why_empty = why
+
+    def _why_not_resize(self, left_bytes: int) -> str:
+        """Why a pool of another size that is left is removed; empty if it is resized. An automatic
+        size means that the old pool does not fit, and a server needs memory before it can shrink
+        one."""
+        if not self._is_auto and (left_bytes < self.pool_bytes or can_stay(self.directory)):
+            return ""
+        sizes = format_size(left_bytes), format_size(self.pool_bytes)
+        return f"its pool size is {sizes[0]}, not {sizes[1]}"
 
     def _find_session_locks(self, columns: FileColumns) -> str:
         """Why the locks do not tell which processes may be at work; empty if they do."""
@@ -334,23 +385,67 @@ class Pool:
             else ""
         )
 
-    def _map_segments_left(self) -> None:
-        """Maps the segments up to the first incomplete one, and removes the rest."""
+    def _map_segments_left(self, left_bytes: int) -> None:
+        """Maps the segments up to the first incomplete one, and removes the rest. The last one of a
+        pool that grows is extended."""
+        size = max(self.pool_bytes, left_bytes)
+        self.segments = Segments(PoolFiles(self.directory), self.segment_bytes, size, self._epoch)
         beyond = set(self.directory.glob("segment-*"))
-        while self.filled_bytes < self.pool_bytes:
-            nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
+        while self.filled_bytes < size:
+            nbytes = min(self.segment_bytes, size - self.filled_bytes)
+            was = min(nbytes, left_bytes - self.filled_bytes)
             path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
-            if (
-                path not in beyond
-                or path.stat().st_size != nbytes
-                or path.stat().st_blocks * 512 < nbytes
-            ):
+            if path not in beyond or was <= 0 or not _is_filled(path, was):
+                break
+            if was < nbytes and not self._extend(path, nbytes):
                 break
             self.segments.view(self.filled_bytes, 1)
             self.filled_bytes += nbytes
             beyond.remove(path)
         for path in beyond:
             path.unlink()
+
+    def _extend(self, path: Path, nbytes: int) -> bool:
+        """Fills a segment up to a new size. False if there is no memory for that."""
+        room = room_to_fill(self.directory)
+        if room is not None and nbytes - path.stat().st_blocks * 512 > room.nbytes:
+            return False
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the pool that is left has to shrink."""
+        return self._left_bytes > self.pool_bytes
+
+    def move(self, offsets: NDArray[np.int64], to: NDArray[np.int64], nbytes: int) -> None:
+        """Copies slots of a pool that is about to shrink."""
+        for source, target in zip(offsets.tolist(), to.tolist(), strict=True):
+            self.segments.view(target, nbytes)[:] = self.segments.view(source, nbytes)
+
+    def shrink(self) -> None:
+        """Lets go of all memory beyond `pool_bytes`, whose blocks have moved. The last segment is
+        not cut but emptied: a process that has it mapped would be ended by touching what is gone."""
+        self._rewrite_header()
+        self._left_bytes = self.pool_bytes
+        self.segments.close()
+        self.segments = self._make_segments()
+        self.filled_bytes = min(self.filled_bytes, self.pool_bytes)
+        last = -(-self.pool_bytes // self.segment_bytes)
+        for path in self.directory.glob("segment-*"):
+            if path.name >= segment_path(self.directory, last).name:
+                path.unlink()
+        if rest := self.pool_bytes % self.segment_bytes:
+            _empty(segment_path(self.directory, last - 1), rest)
+
+    def _rewrite_header(self) -> None:
+        rewrite_header(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
 
     def _let_go_of_what_was_left(self) -> None:
         if hasattr(self, "segments"):
@@ -387,6 +482,23 @@ class Pool:
                         shutil.rmtree(path)
                     elif path.name != LOCK_FILE:
                         path.unlink()
+
+
+def _empty(path: Path, start: int) -> None:
+    """Gives the memory of a file back from `start` on, as far as the file system can."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(descriptor).st_size - start
+        if nbytes > 0:
+            _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _is_filled(path: Path, nbytes: int) -> bool:
+    """Whether a segment has that many bytes. Its file may be longer: see `Pool.shrink`."""
+    found = path.stat()
+    return found.st_size >= nbytes and found.st_blocks * 512 >= nbytes
 
 
 def _how_to_fit(room: Room, slab_bytes: int) -> str:

@@ -32,8 +32,9 @@ class Ownership:
             owner = self._owner()
             self.close()
             raise PoolError(
-                f"the pool {directory} is in use by another kvkeep server (process {owner})",
-                "stop that server, or give this one a --name, an --address and an --http-address of its own",
+                f"{directory} is in use by another kvkeep server (process {owner})",
+                "stop that server, or give this one a --name, an --address and an --http-address "
+                "of its own",
             ) from None
         except OSError as error:
             self.close()
@@ -52,6 +53,11 @@ class Ownership:
     def has_lock_file(self) -> bool:
         """Whether our lock file is in it, too."""
         return self.has_directory() and _is_same(self._path / LOCK_FILE, self._lock)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """A process that has them keeps the directory locked."""
+        return self._lock, self._directory
 
     def close(self) -> None:
         """Releases the directory without changing it."""

@@ -1,0 +1,159 @@
+"""What hosts tell each other through a shared tier: which tenants were cleared, and which host has
+carried that out.
+
+    v1/control/clears/1    {"tenant": digest, "token": ...}
+    v1/control/clears/2    ...
+    v1/control/hosts/1     a host that uses the tier
+    v1/control/done/<host>/2    that host has carried out clear 2, and all before it
+
+An entry is written once and stays (`SharedLog`). A tenant's generation is the number of the last entry that names
+it, or ALL; it is part of the names of its blocks. So what was stored before a clear is found no more,
+and neither is what a late or cut-off host still writes under an old generation.
+
+A service that evicts may lose entries. Each process that knows one writes it again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from kvkeep.errors import TierError
+from kvkeep.tiers.tier import Part, Tier
+
+ALL = "*"
+CLEARS, HOSTS = "v1/control/clears", "v1/control/hosts"
+_DONE = "v1/control/done"
+_MOST_DONE = 64  # entries of one reading that are confirmed one by one
+_ENTRY_BYTES = 128
+_AT_ONCE = 64
+_CHECK_EVERY = 60  # readings
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One entry: the digest of a tenant, or ALL, or the name of a host; and by what its writer knows
+    it again."""
+
+    name: str
+    token: str = ""
+
+
+class SharedLog:
+    """Entries in an order on which all hosts agree, as far as this process has read them. Calls
+    block."""
+
+    def __init__(self, tier: Tier, place: str = CLEARS) -> None:
+        self._place = place
+        self._tier = tier
+        self._known: list[Entry] = []
+        self._lock = threading.Lock()
+        self._readings = 0
+
+    def sync(self, entries: Sequence[Entry], after: int) -> list[Entry]:
+        """Appends these, unless they are there, and returns all entries after number `after`."""
+        with self._lock:
+            self._readings += 1
+            if self._readings % _CHECK_EVERY == 0:
+                self._write_again()
+            self._read()
+            for entry in entries:
+                self._append(entry)
+            return self._known[after:]
+
+    def generations(self, tenant: str) -> list[int]:
+        """All generations that a tenant has had, the present one last."""
+        with self._lock:
+            entries = enumerate(self._known, start=1)
+            return [0, *(number for number, each in entries if each.name in (tenant, ALL))]
+
+    def _append(self, clear: Entry) -> None:
+        while clear not in self._known:
+            number = len(self._known) + 1
+            if self._tier.write([_part(self._place, number, clear)]) != [True]:
+                raise TierError("the shared tier has no room to note a clear", "make room on it")
+            self._read()  # what another host wrote first under this number stays
+            if len(self._known) < number:
+                raise TierError("an entry of the log of clears cannot be read back")
+
+    def _read(self) -> None:
+        at_once = 1  # mostly there is nothing new
+        while True:
+            first = len(self._known) + 1
+            parts = [_part(self._place, number) for number in range(first, first + at_once)]
+            count = self._tier.leading([part.name for part in parts])
+            found = self._tier.read(parts[:count])
+            for part, nbytes in zip(parts, found, strict=False):
+                if nbytes != _ENTRY_BYTES:
+                    self._check_gone(part.name)
+                    return
+                self._known.append(_decode(bytes(part.views[0])))
+            if count < at_once:
+                return
+            at_once = _AT_ONCE
+
+    def _check_gone(self, name: str) -> None:
+        """TierError for an entry that is there and cannot be read: the clears after it would be
+        overlooked."""
+        if self._tier.leading([name]):
+            raise TierError(
+                "an entry of the log of clears cannot be read: another release of kvkeep wrote it",
+                "use the same release on all hosts",
+            )
+
+    def _write_again(self) -> None:
+        """Restores entries that a service has evicted."""
+        parts = [
+            _part(self._place, number, each) for number, each in enumerate(self._known, start=1)
+        ]
+        if self._tier.leading([part.name for part in parts]) < len(parts):
+            self._tier.write(parts)
+
+
+class Hosts:
+    """The hosts that use a shared tier, and what they have carried out."""
+
+    def __init__(self, tier: Tier, host: str) -> None:
+        self._tier = tier
+        self._host = host
+        self._log = SharedLog(tier, HOSTS)
+        self._confirmed = -1
+
+    def confirm(self, carried_out: int) -> None:
+        """Tells the other hosts that this one has carried out the clears up to that number."""
+        if self._confirmed < 0:
+            self._log.sync([Entry(self._host)], 0)
+        first = max(self._confirmed, carried_out - _MOST_DONE) + 1
+        if first <= carried_out:
+            numbers = range(first, carried_out + 1)
+            self._tier.write([Part(_done(self._host, n), [memoryview(b"1")]) for n in numbers])
+        self._confirmed = max(carried_out, 0)
+
+    def names(self) -> list[str]:
+        """All hosts, this one among them."""
+        return [each.name for each in self._log.sync([], 0)]
+
+    def lacking(self, number: int) -> list[str]:
+        """The other hosts that have not carried out that clear."""
+        hosts = [each.name for each in self._log.sync([], 0) if each.name != self._host]
+        # Read, not only looked up: what does not verify confirms nothing.
+        found = self._tier.read(
+            [Part(_done(host, number), [memoryview(bytearray(1))]) for host in hosts]
+        )
+        return [host for host, nbytes in zip(hosts, found, strict=True) if nbytes != 1]
+
+
+def _done(host: str, number: int) -> str:
+    return f"{_DONE}/{host}/{number}"
+
+
+def _part(place: str, number: int, clear: Entry | None = None) -> Part:
+    content = b"" if clear is None else msgspec.json.encode(clear)
+    return Part(f"{place}/{number}", [memoryview(bytearray(content.ljust(_ENTRY_BYTES)))])
+
+
+def _decode(content: bytes) -> Entry:
+    try:
+        return msgspec.json.decode(content, type=Entry)
+    except msgspec.DecodeError as error:
+        raise TierError(f"an entry of the log of clears cannot be read: {error}") from error
