@@ -10,7 +10,8 @@ import contextlib
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,10 @@ from typing import TypeVar
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import check_tenant
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.explain import RequestShown
+from kvkeep.server.lower_tier import TierShown
+from kvkeep.server.movement import Movement
+from kvkeep.server.prefetches import PrefetchShown
 from kvkeep.server.quotas import KeptQuotas
 from kvkeep.server.settings import TABLE, Settings, SettingShown
 from kvkeep.server.status import (
@@ -30,12 +35,12 @@ from kvkeep.server.status import (
     tenant_shown,
     tenants_shown,
 )
+from kvkeep.server.verification import VerificationShown
 from kvkeep.store.operators import (
     check_default_limit,
     check_default_quota,
     check_limit,
     check_quota,
-    clear,
     clear_all,
     set_default_limit,
     set_default_quota,
@@ -50,9 +55,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_HOSTS_WAIT_S = 8.0  # for hosts that share a tier: more than it takes them to confirm a clear
 LOOP_WAIT_S = 4.0  # less than our commands wait, so that they get this error
 _TENANTS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines are served
 _TENANTS_SHOWN_A_TURN = 128
+_LOOK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,22 @@ class Admin:
         store, counts = self.daemon.store, self.daemon.service.counters.tenants
         return self.in_loop(lambda: tenant_shown(_known(store, tenant), counts))
 
+    def tiers(self) -> list[TierShown]:
+        movement = self.daemon.movement
+        return self.in_loop(movement.shown) if movement is not None else []
+
+    def prefetches(self) -> list[PrefetchShown]:
+        movement = self.daemon.movement
+        return self.in_loop(movement.prefetches.shown) if movement is not None else []
+
+    def last_requests(self, most: int) -> list[RequestShown]:
+        explanations = self.daemon.service.explanations
+        return self.in_loop(lambda: explanations.last(most))
+
+    def explain(self, request: str) -> list[RequestShown]:
+        explanations = self.daemon.service.explanations
+        return self.in_loop(lambda: [explanations.find(request)])
+
     def settings(self) -> list[SettingShown]:
         return self.daemon.settings.describe()
 
@@ -143,6 +166,7 @@ class Admin:
             kept = _with(self.daemon.kept_quotas.tenants, tenant, quota_bytes)
             with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
+            self._tidy()
         log.info("quota of tenant %s: %s", tenant, _or_default(quota_bytes))
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
@@ -180,6 +204,35 @@ class Admin:
             log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
         return self.settings()
 
+    def prefetch(self, tenant: str, most_bytes: int | None) -> PrefetchShown:
+        """Begins to bring the blocks that a tenant used last from disks to memory."""
+        _check_tenant(tenant)
+        prefetches = self._movement().prefetches
+        begun = self.in_loop(lambda: replace(prefetches.begin(tenant, most_bytes)))
+        log.info("prefetch %d of tenant %s: an operator asked for it", begun.number, tenant)
+        return begun
+
+    def cancel_prefetch(self, number: int) -> PrefetchShown:
+        prefetches = self._movement().prefetches
+        return self.in_loop(lambda: replace(prefetches.cancel(number)))
+
+    def cancel_prefetches(self) -> int:
+        """Cancels all, those of engines too. Returns how many of operators ran."""
+        return self.in_loop(self._movement().prefetches.cancel_all)
+
+    def verify(self) -> list[VerificationShown]:
+        """Begins to check all blocks on disks, or continues what has begun."""
+        begun = self.in_loop(self._movement().begin_verification)
+        log.info("verifying all blocks on disks: an operator asked for it")
+        return begun
+
+    def verifications(self) -> list[VerificationShown]:
+        movement = self.daemon.movement
+        return self.in_loop(movement.verifications) if movement is not None else []
+
+    def cancel_verifications(self) -> list[VerificationShown]:
+        return self.in_loop(self._movement().cancel_verification)
+
     def drain(self) -> Drain:
         """Stops the server: it admits nothing more, and ends with its last lease and write, or when
         its grace is over."""
@@ -193,29 +246,94 @@ class Admin:
         """Takes all blocks that the tenant has now out of use at once, then frees their memory.
         Returns how many."""
         _check_tenant(tenant)
-        dropped = self.in_loop(lambda: clear(self.daemon.store, tenant))
+        try:
+            dropped = self.in_loop(lambda: self.daemon.clear(tenant))
+        except RequestError:
+            self._check_that_disks_clear()  # one that is set aside may know the tenant
+            raise
         self._tidy()
+        self._wait_for_clears()
         log.info("cleared %d blocks of tenant %s", dropped, tenant)
         return dropped
 
     def clear_all(self) -> int:
-        """Takes all blocks out of use. Returns how many."""
-        store, dropped = self.daemon.store, 0
+        """Takes all blocks out of use. Returns how many. Tiers are cleared first, and nothing moves
+        until memory is cleared, too."""
+        store, movement, dropped = self.daemon.store, self.daemon.movement, 0
         names = [tenant.name for tenant in self.in_loop(lambda: list(store.tenants))]
+
+        def clear_tiers() -> int:
+            if movement is None:
+                return 0
+            movement.hold()
+            return movement.clear(None)
+
+        def clear_some(names: Sequence[str]) -> int:
+            if movement is not None:
+                movement.hold()
+            return clear_all(store, names)
+
+        on_tiers = self.in_loop(clear_tiers)
         for at in range(0, len(names), _TENANTS_CLEARED_A_TURN):
-            some = names[at : at + _TENANTS_CLEARED_A_TURN]
-            dropped += self.in_loop(partial(clear_all, store, some))
+            dropped += self.in_loop(partial(clear_some, names[at : at + _TENANTS_CLEARED_A_TURN]))
+        if movement is not None:
+            self.in_loop(movement.go_on)
+        dropped = max(dropped, on_tiers)
         self._tidy()
+        self._wait_for_clears()
         log.info("cleared all %d blocks", dropped)
         return dropped
 
+    def unreached(self) -> list[str]:
+        """Other hosts that have not carried out the last clear."""
+        movement = self.daemon.movement
+        return self.in_loop(lambda: movement.unreached) if movement is not None else []
+
     # -- inside
+
+    def _movement(self) -> Movement:
+        """Of a server that has disks, perhaps set aside: a shared tier does not tell what it has."""
+        movement = self.daemon.movement
+        if movement is None or all(tier.is_shared for tier in self.daemon.settings.tier):
+            raise RequestError(
+                "no_tiers",
+                "the server has no disk below memory",
+                hint="start it with --tier 'disk:///path?size=200GiB'",
+            )
+        return movement
 
     def _tidy(self) -> None:
         """Completes what a change has begun, in pieces between engines' requests."""
-        store = self.daemon.store
+        store, movement = self.daemon.store, self.daemon.movement
+        if movement is not None:
+            self.in_loop(movement.follow_quotas)
         while self.in_loop(lambda: store.tidy(self.daemon.now_ms())):
             pass
+
+    def _wait_for_clears(self) -> None:
+        """Waits until neither a restart nor another host can bring back what was cleared."""
+        self._check_that_disks_clear()
+        movement = self.daemon.movement
+        deadline = time.monotonic() + self._loop_wait_s + _HOSTS_WAIT_S
+        while movement is not None and self.in_loop(lambda: movement.is_clearing):
+            if time.monotonic() > deadline:
+                raise RequestError(
+                    "outcome_unknown",
+                    "the blocks are out of use here, but a tier has not confirmed it: they could "
+                    "come back with a restart, or be used by other hosts",
+                    hint="see `kvkeep tiers`; clear again when the tier answers, or after a restart",
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def _check_that_disks_clear(self) -> None:
+        movement = self.daemon.movement
+        if movement is not None and (names := self.in_loop(lambda: movement.not_clearable)):
+            raise RequestError(
+                "outcome_unknown",
+                f"the blocks are out of use, but a disk is set aside ({', '.join(names)}): its "
+                "blocks could come back with a restart",
+                hint="clear again when a server uses that disk, or remove its directory",
+            )
 
     def _put_in_force(self, changed: Settings) -> None:
         daemon = self.daemon

@@ -11,15 +11,19 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-LATENCY_BUCKETS_US = (50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000)
+from kvkeep.server.figures import Figures, FiguresByModel
+from kvkeep.server.figures import counter as _counter
+from kvkeep.wire.messages import RequestReport
+
+LATENCY_BUCKETS_US = (
+    *(50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000, 1_000_000, 10_000_000),
+)
 OTHER: Final = "other"  # the label of all tenants without one; no tenant has this id
+# Blocks whose load a checksum stopped: bad in the pool, sound in the pool (so bad in the engine, or
+# on the way there), or no longer in the pool.
+LOAD_FAILURES: Final = ("bad_in_pool", "bad_in_engine", "gone")
 TENANTS_LABELLED: Final = 20
 TENANTS_COUNTED: Final = 4096  # beyond them, the tenant looked up longest ago is forgotten
-
-
-def _counter(help: str, metric: str = "") -> Any:
-    """A field that counts. `metric` is its name in Prometheus, by default made from the field's."""
-    return field(default=0, metadata={"help": help, "metric": metric})
 
 
 @dataclass
@@ -37,14 +41,13 @@ class Latency:
 
 
 @dataclass
-class Counters:
+class Counters(Figures):
     """Counters of the whole server. The store counts evictions, slab moves and withheld blocks
     itself; a snapshot adds them."""
 
     lookups: int = _counter("Lookups answered.")
     lookup_blocks: int = _counter("Blocks asked for in lookups.")
     hit_blocks: int = _counter("Blocks asked for in lookups that were ready.")
-    loaded_tokens: int = _counter("Tokens whose blocks engines loaded, verified and used.")
     stored_blocks: int = _counter("Shards of blocks that were stored.")
     stored_bytes: int = _counter("Bytes that were stored.")
     refused_blocks: int = _counter("Blocks not stored for want of room or of their parent.")
@@ -59,7 +62,8 @@ class Counters:
     internal_errors: int = _counter("Requests that failed inside the server; each is in the log.")
     sessions_opened: int = _counter("Sessions opened.")
     sessions_ended: int = _counter("Sessions ended by Goodbye.")
-    sessions_died: int = _counter("Sessions that ended without Goodbye.")
+    sessions_vanished: int = _counter("Sessions that ended without Goodbye and held nothing.")
+    sessions_died: int = _counter("Sessions that ended without Goodbye while they held blocks.")
     network_bytes_in: int = _counter(
         "Bytes of blocks received from sessions on other hosts.", "kvkeep_network_in_bytes"
     )
@@ -74,12 +78,17 @@ class Counters:
     )
     refusals: dict[str, int] = field(default_factory=dict)
     auth_failures: dict[str, int] = field(default_factory=dict)
+    load_failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOAD_FAILURES, 0))
     latency: dict[str, Latency] = field(default_factory=dict)
     turns: Latency = field(default_factory=Latency)  # of the loop, between two waits
+    models: FiguresByModel = field(default_factory=FiguresByModel)
     tenants: CountsByTenant = field(default_factory=lambda: CountsByTenant())
 
     def refuse(self, code: str) -> None:
         self.refusals[code] = self.refusals.get(code, 0) + 1
+
+    def fail_load(self, cause: str) -> None:
+        self.load_failures[cause] += 1
 
     def fail_auth(self, reason: str) -> None:
         self.auth_failures[reason] = self.auth_failures.get(reason, 0) + 1
@@ -95,15 +104,12 @@ def metrics_of(counts: type[Any], prefix: str) -> dict[str, tuple[str, str]]:
 
 
 @dataclass
-class TenantCounts:
+class TenantCounts(Figures):
     """Counters of one tenant."""
 
     lookups: int = _counter("Lookups answered, by tenant.")
     hit_blocks: int = _counter("Blocks asked for in lookups that were ready, by tenant.")
     missed_blocks: int = _counter("Blocks asked for in lookups that were not ready, by tenant.")
-    loaded_tokens: int = _counter(
-        "Tokens whose blocks engines loaded, verified and used, by tenant."
-    )
 
     @property
     def asked_blocks(self) -> int:
@@ -130,9 +136,18 @@ class CountsByTenant:
             counts.hit_blocks += hit_blocks
             counts.missed_blocks += missed_blocks
 
+    def count_more(self, tenant: str, hit_blocks: int) -> None:
+        """Counts what a lookup found when it was repeated."""
+        for counts in self._places(tenant):
+            counts.hit_blocks += hit_blocks
+
     def count_loaded(self, tenant: str, tokens: int) -> None:
         for counts in self._places(tenant):
             counts.loaded_tokens += tokens
+
+    def count_report(self, report: RequestReport) -> None:
+        for counts in self._places(report.tenant):
+            counts.count_report(report)
 
     def of(self, tenant: str) -> TenantCounts:
         """All counts of a tenant; zeros for one that is not counted, or no longer."""

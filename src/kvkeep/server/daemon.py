@@ -24,6 +24,7 @@ from kvkeep.server.connections import Connections
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.listeners import Listeners
 from kvkeep.server.log_limits import StrangerLog
+from kvkeep.server.movement import MOST_SILENCE_S, Movement
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
@@ -31,9 +32,11 @@ from kvkeep.server.settings import Settings
 from kvkeep.server.startup import (
     allow_many_files,
     open_store,
+    open_tiers,
     warn_of_disk,
     warn_of_small_pool,
 )
+from kvkeep.store.operators import clear
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
@@ -60,6 +63,7 @@ class Daemon:
         self.last_turn = time.monotonic()
         self.busy_since: float | None = None  # when the turn began; None while the loop waits
         self._stopping = self._is_over = False
+        self.movement: Movement | None = None
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -75,10 +79,12 @@ class Daemon:
             keep=settings.keep_pool,
             fresh=fresh,
             may_shrink=settings.pool_size_is_auto,
+            any_slab=settings.slab_size_is_auto,
         )
         warn_of_disk(settings.shm_dir)
         if settings.pool_size_is_auto:
             warn_of_small_pool(self.pool)
+        if settings.pool_size_is_auto or settings.slab_size_is_auto:
             self.settings = replace(
                 settings, pool_size=self.pool.pool_bytes, slab_size=self.pool.slab_bytes
             )
@@ -88,6 +94,8 @@ class Daemon:
                 # The first segment is there before an engine can connect, so that it can store.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
+            self.movement = open_tiers(self.settings, self.pool, self.store, self.epoch)
+            self.service.tiers = self.movement
             self.authority = Authority(tls_files(settings), settings.authorized_clients)
             self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
             self.address = self._listeners.address
@@ -104,6 +112,10 @@ class Daemon:
             self._waker.setblocking(False)
             self._wake.setblocking(False)
             self._connections.also_wait_for(self._waker.fileno())
+            for descriptor in self.movement.filenos if self.movement else ():
+                self._connections.also_wait_for(descriptor)
+            if self.movement is not None:
+                self.movement.started = self._connections.also_wait_for
         except BaseException:
             # guard: a server that does not start leaves nothing behind but the old pool
             self.close(keep=self.pool.is_left)
@@ -125,6 +137,9 @@ class Daemon:
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
+        if self.movement is not None:
+            self.movement.prefetches.cancel_all()
+            self.movement.cancel_verification()
         deadline = time.monotonic() + self.settings.shutdown_grace
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
@@ -183,6 +198,8 @@ class Daemon:
             self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # before the pool's directory is removed
+        if self.movement is not None:
+            self.movement.close(self.now_ms())
         if hasattr(self, "_listeners"):
             self._listeners.close()
         if hasattr(self, "_connections"):
@@ -204,6 +221,18 @@ class Daemon:
             self.service.sessions.remove(session)
         self.pool.close(keep=keep)
 
+    def clear(self, tenant: str) -> int:
+        """Takes all blocks of a tenant out of use, in memory and on disk. Returns how many there
+        were in memory, or on disk if those are more. For the loop's thread."""
+        on_disk = self.movement.clear(tenant) if self.movement is not None else 0
+        if self.store.tenants.get(tenant) is None and (on_disk or self._has_shared_tier):
+            return on_disk  # memory does not know the tenant any more
+        return max(on_disk, clear(self.store, tenant))
+
+    @property
+    def _has_shared_tier(self) -> bool:
+        return any(tier.is_shared for tier in self.settings.tier)
+
     def now_ms(self) -> int:
         return int(time.monotonic() * 1000)
 
@@ -213,12 +242,18 @@ class Daemon:
         """Waits for something to do, does it, and now and then looks for dead sessions."""
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
+        if self.movement is not None:
+            timeout_s = min(timeout_s, MOST_SILENCE_S)
         self.busy_since = None
         self._connections.wait(max(0.0, min(timeout_s, due - now)))
         self.busy_since = time.monotonic()
         self._connections.serve(self._answer)
         with contextlib.suppress(BlockingIOError):
             self._waker.recv(4096)
+        if self.movement is not None:
+            self.movement.turn(self.now_ms())
+            if self.movement.has_to_do:
+                self._wake_loop()
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
         for _ in range(self._duties.qsize()):  # later ones wait until engines have been served
@@ -251,6 +286,8 @@ class Daemon:
     def _is_in_use(self) -> bool:
         """Whether a session of this server reads or writes. Those of an old server are not waited
         for: the next server does not touch what they hold either."""
+        if self.movement is not None and self.movement.has_to_do:
+            return True  # blocks are on their way to a disk
         return any(
             held.writes or held.leases
             for number, held in self.store.sessions.items()
@@ -286,7 +323,9 @@ class Daemon:
             layouts=self.settings.max_layouts,
             tenants=self.settings.max_tenants,
         )
-        store, self.warm_start = open_store(self.pool, limits, self.now_ms())
+        size_bytes = sum(tier.size_bytes for tier in self.settings.tier)
+        on_disk = None if self._has_shared_tier else size_bytes
+        store, self.warm_start = open_store(self.pool, limits, self.now_ms(), on_disk)
         self.kept_quotas = self.quotas.load()
         self.quotas.check_writable()
         self.settings = apply_kept(

@@ -1,8 +1,10 @@
 """Who may ask the admin API for what, and how many at a time.
 
     /healthz, /readyz      open to all, at any time: they wait for no other request
+    /v1/explain            needs the token: it tells of tenants' requests
     other reading routes   open on loopback; need the token beyond it, and if `admin_token` is set
     routes that change     need the token, on loopback too
+    the dashboard's files  open to all: they hold nothing of the server
 
 Over TLS, a certificate with the right `admin` in `authorized_clients` replaces the token, for all
 routes. A server without `admin_token` makes a token at its first start, in a file that only its
@@ -32,6 +34,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import RequestError, SettingsError
+from kvkeep.server.dashboard import PATHS as DASHBOARD_PATHS
 from kvkeep.server.log_limits import ProblemLog
 from kvkeep.wire.secret_files import check_directory, read_token, write_new
 
@@ -41,6 +44,7 @@ MAX_BODY_BYTES: Final = 64 * 1024
 MAX_WORKED_ON: Final = 4  # requests at a time, to leave processor time to the server's loop
 MAX_WAITING: Final = 64
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+SECRET_PATHS: Final = frozenset({"/v1/explain"})  # of what tenants asked
 STATUS: Final[Mapping[str, int]] = {
     "unauthorized": 401,
     "bad_host": 403,
@@ -114,7 +118,10 @@ class Guard:
         if is_change:
             check_origin(headers, scope.get("scheme", "http"))
         is_admin = scope.get("state", {}).get("is_admin", lambda: False)  # see TlsLayer
-        needs_token = scope["path"] not in OPEN_PATHS and (self._access.for_reading or is_change)
+        open_paths = OPEN_PATHS if is_change else OPEN_PATHS | DASHBOARD_PATHS
+        needs_token = scope["path"] not in open_paths and (
+            self._access.for_reading or is_change or scope["path"] in SECRET_PATHS
+        )
         if needs_token and not is_admin():
             check_token(headers, self._access.token(), self._access.hint)
 

@@ -4,6 +4,7 @@
     /readyz     whether engines may be sent here; 503 while the pool is filled or the server stops
     /metrics    for Prometheus
     /v1/...     status, tenants, quotas, limits, settings; described by /openapi.json
+    /dashboard  for people with a browser (dashboard.py)
 
 Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do
 (guard.py). Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}."""
@@ -26,20 +27,31 @@ from kvkeep import __version__
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
 from kvkeep.server.admin import Admin, Drain, TenantList
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.dashboard import add_dashboard
+from kvkeep.server.explain import REQUESTS_KEPT, RequestShown
 from kvkeep.server.guard import Access, Guard
 from kvkeep.server.log_limits import ProblemLog
+from kvkeep.server.lower_tier import TierShown
 from kvkeep.server.metrics import make_registry
+from kvkeep.server.prefetches import PrefetchShown
 from kvkeep.server.settings import SettingShown
 from kvkeep.server.status import Status, TenantShown
+from kvkeep.server.verification import VerificationShown
+from kvkeep.wire.messages import MAX_REQUEST_CHARS
 
 STUCK_AFTER_S = 5.0
 TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
+REQUESTS_SHOWN: Final = 20
 CONFIRMATION: Final = "everything"
 _STATUS: Final = {
     "unknown_tenant": 404,
     "quota_too_large": 409,
     "limit_below_quota": 409,
     "too_many_tenants": 409,
+    "too_many_prefetches": 409,
+    "no_tiers": 409,
+    "unknown_prefetch": 404,
+    "unknown_request": 404,
     "loop_busy": 503,
     "outcome_unknown": 504,
     "not_saved": 500,
@@ -70,10 +82,27 @@ class LimitChange(BaseModel):
     limit_bytes: int | None = Field(ge=0)
 
 
+class PrefetchWanted(BaseModel):
+    """Whose blocks to bring to memory, and how many bytes of them at most; null: a quarter of the
+    pool."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    tenant: str = Field(description="A tenant id. Never a salt.")
+    most_bytes: int | None = Field(default=None, ge=1)
+
+
+class Cancelled(BaseModel):
+    """How many prefetches of operators were running."""
+
+    prefetches: int
+
+
 class Cleared(BaseModel):
-    """How many blocks were taken out of use."""
+    """How many blocks were taken out of use here, and which hosts that share a tier have not
+    confirmed that they have cleared, too."""
 
     blocks: int
+    unreached: list[str]
 
 
 class Health(BaseModel):
@@ -129,8 +158,10 @@ def make_app(
     _add_health(app, admin.daemon, stuck_after_s)
     _add_metrics(app, admin)
     _add_tenants(app, admin)
+    _add_tiers(app, admin)
     _add_settings(app, admin)
     _add_description(app)
+    add_dashboard(app)
     return app
 
 
@@ -195,6 +226,17 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
     def status() -> Status:
         return admin.status()
 
+    @app.get(
+        "/v1/explain",
+        tags=["status"],
+        summary="What the last requests were served from, and why the rest missed",
+    )
+    def explain(
+        request: Annotated[str, Query(max_length=MAX_REQUEST_CHARS)] = "",
+        last: Annotated[int, Query(ge=1, le=REQUESTS_KEPT)] = REQUESTS_SHOWN,
+    ) -> list[RequestShown]:
+        return admin.explain(request) if request else admin.last_requests(last)
+
     @app.post(
         "/v1/drain",
         tags=["status"],
@@ -203,6 +245,50 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
     )
     def drain() -> Drain:
         return admin.drain()
+
+
+def _add_tiers(app: FastAPI, admin: Admin) -> None:
+    @app.get("/v1/tiers", tags=["tiers"], summary="The tiers below memory")
+    def tiers() -> list[TierShown]:
+        return admin.tiers()
+
+    @app.get("/v1/verify", tags=["tiers"], summary="What is or was verified")
+    def verifications() -> list[VerificationShown]:
+        return admin.verifications()
+
+    @app.post(
+        "/v1/verify",
+        tags=["tiers"],
+        summary="Check all blocks on disks; bad ones are dropped",
+        status_code=202,
+    )
+    def verify() -> list[VerificationShown]:
+        return admin.verify()
+
+    @app.delete("/v1/verify", tags=["tiers"], summary="Stop verifying")
+    def cancel_verifications() -> list[VerificationShown]:
+        return admin.cancel_verifications()
+
+    @app.get("/v1/prefetch", tags=["tiers"], summary="Prefetches that run or have ended")
+    def prefetches() -> list[PrefetchShown]:
+        return admin.prefetches()
+
+    @app.post(
+        "/v1/prefetch",
+        tags=["tiers"],
+        summary="Bring the blocks that a tenant used last to memory",
+        status_code=202,
+    )
+    def prefetch(wanted: PrefetchWanted) -> PrefetchShown:
+        return admin.prefetch(wanted.tenant, wanted.most_bytes)
+
+    @app.delete("/v1/prefetch/{number}", tags=["tiers"], summary="Cancel a prefetch")
+    def cancel_prefetch(number: int) -> PrefetchShown:
+        return admin.cancel_prefetch(number)
+
+    @app.delete("/v1/prefetch", tags=["tiers"], summary="Cancel all prefetches, also of engines")
+    def cancel_prefetches() -> Cancelled:
+        return Cancelled(prefetches=admin.cancel_prefetches())
 
 
 def _add_tenants(app: FastAPI, admin: Admin) -> None:
@@ -239,7 +325,7 @@ def _add_tenants(app: FastAPI, admin: Admin) -> None:
 
     @app.delete("/v1/tenants/{tenant}/blocks", tags=["tenants"], summary="Clear a tenant")
     def clear_tenant(tenant: Tenant) -> Cleared:
-        return Cleared(blocks=admin.clear(tenant))
+        return Cleared(blocks=admin.clear(tenant), unreached=admin.unreached())
 
     @app.delete("/v1/blocks", tags=["tenants"], summary="Clear everything")
     def clear_all(
@@ -252,7 +338,7 @@ def _add_tenants(app: FastAPI, admin: Admin) -> None:
                 field="confirm",
                 hint=f"add ?confirm={CONFIRMATION} if that is meant",
             )
-        return Cleared(blocks=admin.clear_all())
+        return Cleared(blocks=admin.clear_all(), unreached=admin.unreached())
 
 
 def _add_settings(app: FastAPI, admin: Admin) -> None:

@@ -76,6 +76,15 @@ class Listeners:
             log.warning(text, name[1:], error)
 
 
+def check_free(address: str, shown: str = "") -> None:
+    """SettingsError, which shows the address so, if it cannot be listened on now. A server that
+    cannot serve is to make no pool first."""
+    if (tcp := tcp_host(address)) is not None:
+        _listen_tcp(shown or address, *tcp).close()
+    elif (path := _socket_file(address)) is not None:
+        _check_free(path, address)
+
+
 def _listen_tcp(address: str, host: str, port: int) -> socket.socket:
     try:
         return _listen(family_of(host), ("" if host == "*" else host, port))

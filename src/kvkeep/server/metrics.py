@@ -30,6 +30,7 @@ from kvkeep.server.counters import (
     metrics_of,
 )
 from kvkeep.server.status import Snapshot, Status
+from kvkeep.store.departed import AGE_EDGES_S
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 
 NOT_ATTACHED = "none"
@@ -62,6 +63,65 @@ _GAUGES: Final = (
         "Blocks held unchanged for processes of the last server.",
     ),
 )
+
+# Of each tier: metric, where its value is in a TierShown, and help. None: the sample is absent.
+_TIER_GAUGES: Final = (
+    ("kvkeep_tier_capacity_bytes", "capacity_bytes", "Room for blocks on the tier."),
+    ("kvkeep_tier_used_bytes", "used_bytes", "Room that blocks take on the tier."),
+    ("kvkeep_tier_blocks", "blocks", "Blocks on the tier, or being written to it."),
+    ("kvkeep_tier_in_flight_bytes", "in_flight_bytes", "Bytes of jobs under way."),
+    ("kvkeep_tier_to_write_chains", "to_write_chains", "Chains that wait to be written."),
+    ("kvkeep_tier_promotions", "promotions", "Prefixes on their way to memory."),
+    ("kvkeep_tier_slow", "is_slow", "1 while a job takes more than 2 seconds."),
+    ("kvkeep_tier_set_aside", "is_set_aside", "1 while the tier is not used."),
+    ("kvkeep_tier_read_seconds", "read_seconds", "Time of a read job, averaged; absent if none."),
+    (
+        "kvkeep_tier_write_seconds",
+        "write_seconds",
+        "Time of a write job, averaged; absent if none.",
+    ),
+)
+_TIER_COUNTERS: Final = (
+    ("kvkeep_tier_written_blocks", "counts.written_blocks", "Blocks written to the tier."),
+    ("kvkeep_tier_written_bytes", "counts.written_bytes", "Bytes of blocks written to the tier."),
+    ("kvkeep_tier_promoted_blocks", "counts.promoted_blocks", "Blocks brought up to memory."),
+    (
+        "kvkeep_tier_promoted_bytes",
+        "counts.promoted_bytes",
+        "Bytes of blocks brought up to memory.",
+    ),
+    ("kvkeep_tier_verified_blocks", "counts.verified_blocks", "Blocks that verify has read."),
+    (
+        "kvkeep_tier_bad_blocks",
+        "counts.bad_blocks",
+        "Blocks read that did not match their checksum.",
+    ),
+    (
+        "kvkeep_tier_lost_blocks",
+        "counts.lost_blocks",
+        "Blocks that a shared tier had when it was asked, and not when they were read.",
+    ),
+    (
+        "kvkeep_tier_refused_blocks",
+        "counts.refused_blocks",
+        "Blocks for which a shared tier had no room.",
+    ),
+    ("kvkeep_tier_errors", "counts.errors", "Jobs that failed."),
+)
+# Of each model: metric, the field of FiguresShown, and help.
+_MODEL_COUNTERS: Final = (
+    ("kvkeep_model_loaded_tokens", "tokens_loaded", "Tokens loaded and used, by model."),
+    ("kvkeep_model_computed_tokens", "tokens_computed", "Prompt tokens computed, by model."),
+    (
+        "kvkeep_model_avoided_seconds",
+        "avoided_s",
+        "Estimated time of computing the loaded tokens, by model.",
+    ),
+    ("kvkeep_model_load_seconds", "load_s", "Time that their loads took, by model."),
+)
+
+# Always shown: an alert on the increase of a counter misses one that appears with its first failure.
+_AUTH_FAILURES = ("other_user", "handshake", "handshake_timeout", "unknown_client", "admin_token")
 
 
 class ServerCollector(Collector):
@@ -105,16 +165,33 @@ def families(snapshot: Snapshot, started: float) -> Iterator[Metric]:
     for field, (name, text) in metrics_of(TenantCounts, "kvkeep_tenant_").items():
         by_tenant = {each: getattr(counts, field) for each, counts in now.tenant_counts.items()}
         yield _labelled(CounterMetricFamily, name, "tenant", by_tenant, text)
+    for name, field, text in _MODEL_COUNTERS:
+        by_model = {each.model: getattr(each.figures, field) for each in now.models}
+        yield _labelled(CounterMetricFamily, name, "model", by_model, text)
     for name, label, values, text in (
+        (
+            "kvkeep_prompt_blocks",
+            "outcome",
+            now.prompt_blocks,
+            "Blocks of the prompts of finished requests, by what became of them.",
+        ),
+        ("kvkeep_evicted_blocks", "reason", now.evicted_blocks, "Blocks evicted, by reason."),
+        (
+            "kvkeep_load_failures",
+            "cause",
+            now.load_failures,
+            "Loaded blocks that did not match their checksum, by what the server found.",
+        ),
         ("kvkeep_refusals", "code", now.refusals, "Requests refused, by code."),
         (
             "kvkeep_auth_failures",
             "reason",
-            now.auth_failures,
+            dict.fromkeys(_AUTH_FAILURES, 0) | now.auth_failures,
             "Peers not authenticated, by reason.",
         ),
     ):
         yield _labelled(CounterMetricFamily, name, label, values, text)
+    yield from _tiers(now)
     yield from _histograms(snapshot)
 
 
@@ -146,6 +223,22 @@ def _labelled_gauges(now: Status) -> Iterator[Metric]:
         yield _labelled(GaugeMetricFamily, f"kvkeep_{name}", label, values, text)
 
 
+def _tiers(now: Status) -> Iterator[Metric]:
+    for kind, table in (
+        (GaugeMetricFamily, _TIER_GAUGES),
+        (CounterMetricFamily, _TIER_COUNTERS),
+    ):
+        for name, path, text in table:
+            values = {tier.tier: attrgetter(path)(tier) for tier in now.tiers}
+            known = {tier: value for tier, value in values.items() if value is not None}
+            yield _labelled(kind, name, "tier", known, text)
+    yield CounterMetricFamily(
+        "kvkeep_evicted_unwritten",
+        "Chains of blocks that left memory before they were written to a tier.",
+        max((tier.evicted_unwritten for tier in now.tiers), default=0),
+    )
+
+
 def _labelled(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
@@ -168,6 +261,23 @@ def _histograms(snapshot: Snapshot) -> Iterator[Metric]:
     for kind, measured in sorted(snapshot.latency.items()):
         requests.add_metric([kind], _buckets(measured), measured.total_us / 1e6)
     yield requests
+    tiers = HistogramMetricFamily(
+        "kvkeep_tier_job_seconds",
+        "Time of jobs of a tier's process, by kind of job.",
+        labels=["tier", "job"],
+    )
+    for labels, measured in sorted(snapshot.tiers.items()):
+        tiers.add_metric(labels, _buckets(measured), measured.total_us / 1e6)
+    yield tiers
+    ages = HistogramMetricFamily(
+        "kvkeep_evicted_age_seconds", "Time between a block's last use and its eviction."
+    )
+    edges = [*map(str, AGE_EDGES_S), "+Inf"]
+    counts = accumulate(snapshot.eviction_ages or [0] * len(edges))
+    ages.add_metric(
+        [], list(zip(edges, map(float, counts), strict=True)), snapshot.eviction_age_sum_s
+    )
+    yield ages
     turns = HistogramMetricFamily(
         "kvkeep_loop_turn_seconds", "Turns of the loop: other requests wait that long."
     )

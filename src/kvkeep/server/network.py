@@ -81,7 +81,14 @@ def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: 
             f"blocks {request.start} + {len(payload)} of {len(write.slots)} to write",
             field="start",
         )
-    nbytes = write.layout.shard_bytes[write.shard]
+    shard = write.shards[0] if request.shard == -1 else request.shard
+    if shard not in write.shards or (request.shard == -1 and len(write.shards) > 1):
+        raise RequestError(
+            "bad_shard",
+            f"the write has shards {list(write.shards)[:8]}, not {request.shard}",
+            field="shard",
+        )
+    column, nbytes = write.shards.index(shard), write.layout.shard_bytes[shard]
     for frame in payload:
         if len(frame) != nbytes:
             raise RequestError(
@@ -89,12 +96,12 @@ def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: 
                 f"a block's shard has {nbytes} bytes, not {len(frame)}",
                 field="payload",
             )
-    at = write.layout.shard_offsets[write.shard]
+    at = write.layout.shard_offsets[shard]
     for position, frame in enumerate(payload, request.start):
         area = memory.view(int(write.slots[position]) + at, nbytes)
         area[:] = np.frombuffer(frame, dtype=np.uint8)
-        write.checksums[position] = checksum(area)  # now: CompleteStore only compares
-        write.arrived[position] = True
+        write.checksums[position, column] = checksum(area)  # now: CompleteStore only compares
+        write.arrived[position, column] = True
     return nbytes * len(payload)
 
 
@@ -104,11 +111,13 @@ def check_arrived(session: ServerSession, number: int, checksums: NDArray[np.uin
     if not write.arrived.all():
         raise RequestError(
             "incomplete_write",
-            f"{int((~write.arrived).sum())} of {len(write.slots)} blocks have not arrived",
+            f"{int((~write.arrived.all(axis=1)).sum())} of {len(write.slots)} blocks have not"
+            " arrived",
             field="write",
         )
-    count = min(len(checksums), len(write.checksums))  # the store refuses a wrong number of them
-    differ = (checksums[:count] != write.checksums[:count]) & (checksums[:count] != ABSENT)
+    arrived = write.checksums.ravel()
+    count = min(len(checksums), len(arrived))  # the store refuses a wrong number of them
+    differ = (checksums[:count] != arrived[:count]) & (checksums[:count] != ABSENT)
     if differ.any():
         raise RequestError(
             "bad_checksum", "the bytes that arrived are not those that were sent", field="checksums"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -20,8 +20,11 @@ from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES, addresses
 from kvkeep.kv.shape import DIGEST_CHARS
 from kvkeep.server import network
+from kvkeep.server.attribution import Attribution
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters, Latency
+from kvkeep.server.explain import Explanations
+from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.log_limits import LineLimit
 from kvkeep.server.sessions import (
@@ -42,12 +45,46 @@ log = logging.getLogger(__name__)
 FINGERPRINT_BYTES = 16
 LINES_A_MINUTE = 30  # that one client can cause; further ones are logged at level debug
 _LOGGED_CHARS = 120  # of a text that a client chose
-_MOST_TOKENS_A_LEASE = 1 << 32
 _MESSAGE_CHARS = 1_000  # of a refusal, which may quote the request
 
 
+_NAMES_TENANT = m.Lookup | m.Prefetch | m.Finish | m.PrepareStore | m.ReportBad
+
+
+class Tiers(Protocol):
+    """What the service asks of the tiers below memory. No call waits for I/O."""
+
+    def coming(
+        self,
+        session: int,
+        tenant: str,
+        layout: int,
+        keys: bytes,
+        hit_blocks: int,
+        patience_ms: int,
+        now_ms: int,
+        again: bool,
+    ) -> tuple[int, int]:
+        """Begins to bring up what a tier has of these blocks (the store's addresses) after the
+        first `hit_blocks`, which are in memory. Returns how many of them are coming, and in how
+        many milliseconds the last is expected; (0, 0) if none are. `again`: a client that waits
+        asks once more."""
+
+    def orders(self, fingerprint: bytes) -> dict[int, bytes]:
+        """How the tiers' blocks of this layout order their bytes: shard -> digest."""
+
+    def stored(self, row: int, blocks: int) -> None:
+        """Notes that an engine has stored the last `blocks` blocks of the chain that ends in
+        `row`."""
+
+    def prefetch(self, session: int, tenant: str, layout: int, keys: bytes, now_ms: int) -> int:
+        """Begins to bring up all that a tier has of these blocks and memory lacks. Returns how many
+        blocks are coming; those that were under way already count too."""
+
+
 class Service:
-    """The protocol's server side over a store and its memory."""
+    """The protocol's server side over a store and its memory. `tiers` is set by a server that has
+    any, before its first session."""
 
     def __init__(
         self,
@@ -66,8 +103,11 @@ class Service:
         self.store = store
         self.sessions = Sessions()
         self.counters = Counters()
+        self.attribution = Attribution(store)
+        self.explanations = Explanations(self.attribution)
         self.epoch = epoch
         self.verify = verify
+        self.tiers: Tiers | None = None
         self.draining = False
         self._memory = memory
         self._place = place
@@ -84,7 +124,9 @@ class Service:
             m.Ping: lambda *_: m.Done(),
             m.OpenLayout: self._open_layout,
             m.Lookup: self._lookup,
+            m.Prefetch: self._prefetch,
             m.Release: self._release,
+            m.ReportRequests: self._report,
             m.Finish: self._finish,
             m.PrepareStore: self._prepare_store,
             m.CompleteStore: self._complete_store,
@@ -131,9 +173,7 @@ class Service:
         for session in self.sessions.all():
             try:
                 if session.is_gone(now_ms, self._network_timeout_ms):
-                    self._log(logging.WARNING, session, "is gone; its slots are free", now_ms)
-                    self._end(session, now_ms)
-                    self.counters.sessions_died += 1
+                    self._lose(session, now_ms)
                     died += 1
                     continue
                 oldest_ms = now_ms - self._network_lease_ms
@@ -149,6 +189,19 @@ class Service:
             log.info("the last process of the old server is gone; the blocks it held are free")
             self.store.close_session(OLD_SESSIONS, now_ms)
         return died
+
+    def _lose(self, session: ServerSession, now_ms: int) -> None:
+        """Ends a session without Goodbye. One that held nothing may be of an engine that stopped in
+        order: vLLM kills its own processes then."""
+        held = self.store.sessions[session.number]
+        if held.leases or held.writes:
+            text = f"died; its {len(held.leases)} leases and {len(held.writes)} writes are free"
+            self._log(logging.WARNING, session, text, now_ms)
+            self.counters.sessions_died += 1
+        else:
+            self._log(logging.INFO, session, "is gone; it held nothing", now_ms)
+            self.counters.sessions_vanished += 1
+        self._end(session, now_ms)
 
     def bar(self, authorized: Container[str], now_ms: int) -> None:
         """Ends the sessions of keys that are no longer authorized. A process that has the pool
@@ -204,9 +257,13 @@ class Service:
             session.pace.count_network(nbytes)
             self.counters.network_bytes_in += nbytes
             return m.Done(len(payload)), []
-        if isinstance(request, m.Lookup | m.Finish | m.PrepareStore | m.ReportBad):
+        if isinstance(request, _NAMES_TENANT):
             _check_tenant(request.tenant)
             caller.check_tenant(request.tenant)
+        if isinstance(request, m.ReportRequests):
+            for each in request.requests:
+                _check_tenant(each.tenant)
+                caller.check_tenant(each.tenant)
         return self._handlers[type(request)](session, header.number, request, now_ms), []
 
     def _hello(self, request: m.Hello, now_ms: int, caller: Caller, peer: int) -> m.Welcome:
@@ -249,7 +306,7 @@ class Service:
             server=f"kvkeep {__version__}",
             pool=msgspec.structs.replace(self._place, lock=lock),
             limits=self._limits,
-            capabilities=list(m.CAPABILITIES),
+            capabilities=[*m.CAPABILITIES, *([m.TIERS] if self.tiers else [])],
             verify=self.verify,
         )
 
@@ -309,8 +366,12 @@ class Service:
             )
         shard_bytes = tuple(request.shard_bytes)
         layout = self.store.open_layout(session.number, request.fingerprint, shard_bytes)
+        if self.tiers is not None:
+            self.store.layouts.inherit(layout, self.tiers.orders(request.fingerprint))
         if request.physical:
-            self.store.layouts.agree(layout, request.shard, request.physical)
+            shards = (request.shard, *request.further_shards)
+            self.store.layouts.agree(layout, shards, request.physical)
+        session.layout = layout.number
         differs = self._introduce(session, request, now_ms)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
 
@@ -342,21 +403,83 @@ class Service:
     ) -> m.Reply:
         store, layout, skip = self.store, request.layout, request.skip
         keys = self._addresses(layout, request.keys)
+        is_explained = session.role == m.SCHEDULER
         if self.draining:
+            if is_explained:
+                session.missed.append((number, len(keys) // KEY_BYTES, -1, 0, 0, 0, now_ms))
             keys, skip = b"", 0
+        withheld = store.withheld_blocks
         hit = store.lookup(session.number, number, request.tenant, layout, keys, skip, now_ms)
-        counters, asked = self.counters, len(request.keys) // KEY_BYTES
-        counters.lookups += 1
-        counters.lookup_blocks += asked
-        counters.hit_blocks += hit.blocks
-        counters.tenants.count_lookup(request.tenant, hit.blocks, asked - hit.blocks)
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
             session.network_leases[number] = NetworkLease(
                 store.layouts.get(layout), hit.slots, request.tenant, now_ms
             )
             slots = b""
-        return m.Found(hit.blocks, slots, hit.checksums.tobytes())
+        coming, again_ms = self._bring_up(session, request, keys, hit.blocks, now_ms)
+        if is_explained and hit.blocks * KEY_BYTES < len(keys):
+            known = self.attribution.known(request.tenant, keys, hit.blocks)
+            withheld = store.withheld_blocks - withheld
+            asked = len(keys) // KEY_BYTES
+            session.missed.append((number, asked, hit.blocks, known, withheld, coming, now_ms))
+        if not request.patience_ms > 0:
+            coming = again_ms = 0  # the client may not know these fields
+        self._count_lookup(request, hit.blocks, coming)
+        return m.Found(hit.blocks, slots, hit.checksums.tobytes(), coming, again_ms)
+
+    def _count_lookup(self, request: m.Lookup, hit_blocks: int, coming: int) -> None:
+        """A question that is asked again is counted once. Blocks that are coming are no misses;
+        they count as hits when they are found."""
+        counters = self.counters
+        if request.found_before >= 0:
+            found = max(0, hit_blocks - request.found_before)
+            counters.hit_blocks += found
+            counters.tenants.count_more(request.tenant, found)
+            return
+        asked = len(request.keys) // KEY_BYTES
+        counters.lookups += 1
+        counters.lookup_blocks += asked
+        counters.hit_blocks += hit_blocks
+        missed = asked - hit_blocks - coming
+        counters.tenants.count_lookup(request.tenant, hit_blocks, missed)
+
+    def _bring_up(
+        self, session: ServerSession, request: m.Lookup, keys: bytes, hit_blocks: int, now_ms: int
+    ) -> tuple[int, int]:
+        """What the tiers bring beyond the hit. A client without patience is not told: blocks come
+        up for the next lookup."""
+        if self.tiers is None or not keys:
+            return 0, 0
+        patience_ms = max(0, request.patience_ms)
+        try:
+            coming = self.tiers.coming(
+                session.number,
+                request.tenant,
+                request.layout,
+                keys,
+                hit_blocks,
+                patience_ms,
+                now_ms,
+                request.found_before >= 0,
+            )
+        except Exception:
+            # guard: the lease is given; a fault of a tier must not take the answer from memory
+            self.counters.internal_errors += 1
+            log.exception("the tiers failed on a lookup; it is answered from memory")
+            return 0, 0
+        blocks, again_ms = coming
+        most = len(keys) // KEY_BYTES - hit_blocks
+        return (min(blocks, most), again_ms) if blocks > 0 else (0, 0)
+
+    def _prefetch(
+        self, session: ServerSession, number: int, request: m.Prefetch, now_ms: int
+    ) -> m.Reply:
+        keys = self._addresses(request.layout, request.keys)
+        self.store.check_keys(keys)
+        if self.tiers is None or self.draining:
+            return m.Done()
+        tenant, layout = request.tenant, request.layout
+        return m.Done(self.tiers.prefetch(session.number, tenant, layout, keys, now_ms))
 
     def _release(
         self, session: ServerSession, number: int, request: m.Release, now_ms: int
@@ -369,14 +492,32 @@ class Service:
             if self.store.release(session.number, lease, now_ms):
                 released += 1
                 if tenant:
-                    self._count_loaded(tenant, tokens[at])
+                    loaded = plausible(tokens[at])
+                    for figures in self._figures(session):
+                        figures.loaded_tokens += loaded
+                    self.counters.tenants.count_loaded(tenant, loaded)
         return m.Done(released)
 
-    def _count_loaded(self, tenant: str, tokens: int) -> None:
-        """Counts what the engine says, within plausible limits."""
-        tokens = min(max(tokens, 0), _MOST_TOKENS_A_LEASE)
-        self.counters.loaded_tokens += tokens
-        self.counters.tenants.count_loaded(tenant, tokens)
+    def _figures(self, session: ServerSession) -> tuple[Figures, ...]:
+        """Where to count what an engine loaded and computed, but for its tenants."""
+        model = session.parts.get("model", "")[:_LOGGED_CHARS]
+        return self.counters, self.counters.models.of(model), session.figures
+
+    def _report(
+        self, session: ServerSession, number: int, request: m.ReportRequests, now_ms: int
+    ) -> m.Reply:
+        places, missed = self._figures(session), {each[0]: each for each in session.missed}
+        for report in request.requests:
+            for figures in places:
+                figures.count_report(report)
+            self.counters.tenants.count_report(report)
+            keys = self._addresses(session.layout, report.keys) if report.keys else b""
+            self.store.check_keys(keys)
+            shown = self.explanations.add(session, report, missed, keys, time.time())
+            if log.isEnabledFor(logging.DEBUG):
+                text = "request %s of tenant %s in session %d (%s, pid %d): %s"
+                log.debug(text, shown.request, report.tenant, *_names(session), shown.text)
+        return m.Done(len(request.requests))
 
     def _finish(
         self, session: ServerSession, number: int, request: m.Finish, now_ms: int
@@ -392,6 +533,7 @@ class Service:
         table, address = self.store.blocks.table, self._addresses(request.layout, request.key)
         row = tenant.index.get(address) if tenant else NO_ROW
         if row == NO_ROW or table.state[row] != READY:
+            self.counters.fail_load("gone")
             return m.Done(0)
         layout = self.store.layouts[table.layout[row]]
         for shard, expected in enumerate(layout.checks[table.check[row]].tolist()):
@@ -405,11 +547,13 @@ class Service:
             text = "a block of tenant %s does not match its checksum; it is dropped"
             if expected:
                 self.counters.bad_blocks += 1
+                self.counters.fail_load("bad_in_pool")
                 log.error(text, request.tenant)
             else:  # not bad, but useless to a client that verifies
                 text = "a block of tenant %s was stored without a checksum; it is dropped"
                 log.info(text, request.tenant)
             return m.Done(self.store.drop_blocks(request.tenant, [address]))
+        self.counters.fail_load("bad_in_engine")
         return m.Done(0)
 
     # -- stores
@@ -432,6 +576,7 @@ class Service:
             now_ms,
             request.priority,
             request.ttl_ms,
+            request.further_shards,
         )
         self.counters.refused_blocks += plan.refused
         self.counters.orphan_blocks += plan.refused if plan.orphan else 0
@@ -440,13 +585,16 @@ class Service:
             session.write_tenants[number] = request.tenant
         if session.plane == m.NETWORK and slots:
             layout = self.store.layouts.get(request.layout)
-            arrived = np.zeros(len(plan.slots), dtype=np.bool_)
-            checksums = np.zeros(len(plan.slots), dtype=np.uint64)
+            shards = (request.shard, *request.further_shards)
+            arrived = np.zeros((len(plan.slots), len(shards)), dtype=np.bool_)
+            checksums = np.zeros((len(plan.slots), len(shards)), dtype=np.uint64)
             session.network_writes[number] = NetworkWrite(
-                layout, request.shard, plan.slots, arrived, checksums, now_ms
+                layout, shards, plan.slots, arrived, checksums, now_ms
             )
             slots = b""
-        return m.Prepared(plan.positions.tobytes(), slots, plan.refused, plan.orphan)
+        return m.Prepared(
+            plan.positions.tobytes(), slots, plan.refused, plan.orphan, apart=plan.apart
+        )
 
     def _complete_store(
         self, session: ServerSession, number: int, request: m.CompleteStore, now_ms: int
@@ -461,6 +609,8 @@ class Service:
         session.write_tenants.pop(request.write, None)
         self.counters.stored_blocks += stored.blocks
         self.counters.stored_bytes += stored.nbytes
+        if self.tiers is not None:
+            self.tiers.stored(stored.last_row, stored.blocks)
         return m.Done(stored.blocks)
 
     def _abandon_store(

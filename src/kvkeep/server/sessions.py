@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import differing_parts
+from kvkeep.server.figures import Figures
 from kvkeep.server.limits import Pace, client_of
 from kvkeep.store.layouts import Layout
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
@@ -32,6 +33,12 @@ from kvkeep.wire.pool_files import Watch
 
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
+LOOKUPS_KEPT = 1_024  # that missed, of one session
+# A lookup that missed: its number, how many blocks it asked for, how many it found (-1: it was
+# refused), and of the next ones how many were in the index and not ready, were withheld, and were
+# coming from a tier; when. A plain tuple: making one must cost nothing.
+Missed = tuple[int, int, int, int, int, int, int]
+ASKED, HIT_BLOCKS = 1, 2
 MOST_PAIRS = 16  # shown in a status
 _SHOWN_CHARS = 120
 
@@ -49,11 +56,11 @@ class NetworkLease:
 
 @dataclass
 class NetworkWrite:
-    """A write whose bytes come by Put: the slots, which blocks have arrived, and the checksums of
-    the bytes that arrived."""
+    """A write whose bytes come by Put: the slots; which blocks have arrived, a column for each
+    shard; and the checksums of the bytes that arrived."""
 
     layout: Layout
-    shard: int
+    shards: tuple[int, ...]
     slots: NDArray[np.int64]
     arrived: NDArray[np.bool_]
     checksums: NDArray[np.uint64]
@@ -83,6 +90,9 @@ class ServerSession:
     expired: deque[int] = field(default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED))
     write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way
     peer: int = 0  # the number of its connection
+    layout: int = 0  # the number of the layout opened last
+    figures: Figures = field(default_factory=Figures)
+    missed: deque[Missed] = field(default_factory=lambda: deque(maxlen=LOOKUPS_KEPT))
 
     @property
     def owner(self) -> str | int:

@@ -21,6 +21,8 @@ from kvkeep.client.options import replaced
 from kvkeep.errors import SettingsError
 from kvkeep.tiers.free_memory import pool_room
 from kvkeep.tiers.memory import auto_size, slab_bytes_for
+from kvkeep.tiers.service_address import CREDENTIALS
+from kvkeep.tiers.tier_address import TIER_FORMAT, TierAddress, parse_tiers, quote_tiers, show_tiers
 from kvkeep.units import (
     DURATION_FORMAT,
     GIB,
@@ -41,10 +43,11 @@ ENV_PREFIX: Final = "KVKEEP_"
 MIN_KEY_BYTES: Final = 16  # a request takes at least as many bytes for each block
 AUTO: Final = "(auto"  # in the source of a size that no source gave
 # Variables with our prefix that are not settings: the path of the file, the native kernel, where
-# the command line finds the admin API, and the certificates of clients.
+# the command line finds the admin API, the certificates of clients, and the credentials of tiers.
 ENV_OTHERS: Final = frozenset(
     {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP"}
     | {"KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA"}
+    | CREDENTIALS
 )
 # Settings of earlier releases, and what replaces each.
 _OF_CLIENTS: Final = (
@@ -56,6 +59,9 @@ _REPLACED: Final = {
     "client_key": _OF_CLIENTS,
     "server_key": _OF_CLIENTS,
 }
+
+# What people try, and the setting that they mean.
+_MEANT: Final = {"port": "address", "host": "address", "http_port": "http_address"}
 
 # Kubernetes gives every container variables named after the Services of its namespace, so a Service
 # called kvkeep, or kvkeep-something, looks like settings of ours. Variables that end in _PORT hold
@@ -72,12 +78,14 @@ _KUBERNETES_PORT: Final = re.compile(r"KVKEEP(_[A-Z0-9_]+)?_PORT=(tcp|udp|sctp):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of value. `parse` raises ValueError; `expected` completes "expected ..."."""
+    """A type of value. `parse` raises ValueError; `expected` completes "expected ...". An error
+    shows refused text as `quote` does."""
 
     expected: str
     parse: Callable[[str], Any]
     show: Callable[[Any], str] = str
     show_limit: Callable[[Any], str] = str
+    quote: Callable[[str], str] = '"{}"'.format
 
 
 def _exact_size(size_bytes: int) -> str:
@@ -164,6 +172,7 @@ FILE = Kind(
 )
 HTTP_ADDRESS = Kind("host:port", _parse_http_address)
 USERS = Kind(USERS_FORMAT, parse_users, lambda users: ",".join(map(str, users)) or "none")
+TIERS = Kind(TIER_FORMAT, parse_tiers, show_tiers, quote=quote_tiers)
 AUTO_SIZE = _size_or("auto")
 QUOTA = _size_or("none")
 LOG_LEVEL = _one_of("debug", "info", "warning", "error")
@@ -183,7 +192,7 @@ class Setting:
     low: float | None = None
     high: float | None = None
 
-    def parse(self, name: str, text: str, source: str, quote: str = '"') -> Any:
+    def parse(self, name: str, text: str, source: str, is_quoted: bool = True) -> Any:
         """The value of `text`. SettingsError names the setting, value, source and what is
         expected."""
         try:
@@ -193,9 +202,10 @@ class Setting:
             if below or above:
                 raise ValueError
         except ValueError as error:
-            why = f"{error}; " if self.kind is USERS else ""
+            why = f"{error}; " if self.kind in (USERS, TIERS) and str(error) else ""
+            shown = self.kind.quote(text) if is_quoted else text
             raise SettingsError(
-                f"{name} = {quote}{text}{quote} ({source}): {why}expected {self.expected}"
+                f"{name} = {shown} ({source}): {why}expected {self.expected}"
             ) from None
         return value
 
@@ -279,6 +289,14 @@ class Settings:
         "Unit in which the pool is divided among block sizes.",
         low=64 * KIB,
         high=64 * GIB,
+    )
+    tier: tuple[TierAddress, ...] = _setting(
+        TIERS,
+        "none",
+        "Disks, and a tier that hosts share, below memory. May be given several times.",
+    )
+    tier_keys: Path | None = _setting(
+        FILE, "none", "File of the secrets that encrypt the shared tier; none: not encrypted."
     )
     state_dir: Path = _setting(
         DIRECTORY,
@@ -404,6 +422,11 @@ class Settings:
         """Whether no source gave a size for the pool."""
         return AUTO in self.sources.get("pool_size", "")
 
+    @property
+    def slab_size_is_auto(self) -> bool:
+        """Whether no source gave a size for slabs."""
+        return AUTO in self.sources.get("slab_size", "")
+
     def changed(self, changes: Mapping[str, str]) -> Self:
         """A copy with live settings changed. SettingsError if one is unknown or not live, or if
         they do not fit together."""
@@ -489,7 +512,7 @@ def _from_file(config: Path | None) -> Given:
         ) from error
     for key, value in document.items():
         source = f"file {config}"
-        if key in TABLE and TABLE[key].kind is USERS and isinstance(value, list):
+        if key in TABLE and TABLE[key].kind in (USERS, TIERS) and isinstance(value, list):
             value = ",".join(map(str, value)) or "none"
         if key not in TABLE and isinstance(value, dict):
             raise SettingsError(
@@ -504,7 +527,7 @@ def _from_file(config: Path | None) -> Given:
             )
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if not isinstance(value, str):  # an error shows it as it stands in the file, unquoted
-            TABLE[key].parse(key, text, source, quote="")
+            TABLE[key].parse(key, text, source, is_quoted=False)
         yield key, text, source
 
 
@@ -521,8 +544,8 @@ def _from_env(env: Mapping[str, str]) -> Given:
 
 def _from_argv(argv: Sequence[str]) -> Given:
     """`--name value`, `--name=value`, `--switch` and `--no-switch`; of a flag given twice the last
-    counts."""
-    rest = iter(argv)
+    counts, and of --tier all."""
+    rest, tiers = iter(argv), list[str]()
     for argument in rest:
         flag, equals, text = argument.partition("=")
         if not flag.startswith("--") or flag == "--":
@@ -540,6 +563,9 @@ def _from_argv(argv: Sequence[str]) -> Given:
             text = "true" if _is_switch(flag) else next(rest, "--")
         if text.startswith("--"):
             raise SettingsError(f"{flag} needs a value: expected {TABLE[name].expected}")
+        if TABLE[name].kind is TIERS:
+            tiers.append(text)
+            text = ",".join(tiers)
         yield name, text, f"flag {flag}"
 
 
@@ -572,10 +598,16 @@ def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsEr
     for name, instead in _REPLACED.items():
         if given == spell(name):
             return replaced(f"{given} ({source})", instead)
-    known = [spell(name) for name in TABLE]
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
+    for name, meant in _MEANT.items():
+        if given == spell(name):
+            return SettingsError(
+                f'unknown setting "{given}" ({source})',
+                f"host and port stand in {spell(meant)}, such as {TABLE[meant].default}",
+            )
+    known = {spell(name).lower(): spell(name) for name in TABLE}
+    (near,) = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.0)
     return SettingsError(
-        f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}"
+        f'unknown setting "{given}" ({source})', f"the nearest known one is {known[near]}"
     )
 
 
@@ -602,6 +634,11 @@ def _check_together(settings: Settings) -> None:
             f"default_limit = {QUOTA.show(limit)} is less than default_quota = {QUOTA.show(quota)}",
             "a tenant cannot be promised more than it may use: lower default_quota, or raise "
             "default_limit",
+        )
+    if settings.tier_keys is not None and not any(tier.is_shared for tier in settings.tier):
+        raise SettingsError(
+            "tier_keys is set, and tier names none that hosts share",
+            "unset tier_keys: it does not encrypt disks. For those use an encrypted device",
         )
     for name, least, why in (
         ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),

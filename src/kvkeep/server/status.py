@@ -9,7 +9,7 @@ import copy
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +17,9 @@ import numpy as np
 from kvkeep import __version__
 from kvkeep.server.counters import Counters, CountsByTenant, Latency, TenantCounts, metrics_of
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.sessions import NotShared, not_shared
+from kvkeep.server.figures import FiguresShown
+from kvkeep.server.lower_tier import TierShown
+from kvkeep.server.sessions import NotShared, ServerSession, not_shared
 from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import OLD_SESSIONS, Store
@@ -29,10 +31,11 @@ LARGEST_TENANTS = 20  # each is a label value, which a metrics database keeps fo
 
 @dataclass(frozen=True)
 class SessionShown:
-    """One engine process. Its token is not shown."""
+    """One engine process. Its token is not shown. `engine` is what it calls itself, `identity` the
+    digest that engines that share blocks have in common."""
 
     session: int
-    client: str
+    engine: str
     pid: int
     plane: str
     leases: int
@@ -40,6 +43,8 @@ class SessionShown:
     model: str
     role: str
     identity: str
+    bytes_per_token: float | None
+    figures: FiguresShown
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,16 @@ class TenantShown(TenantUsage):
     lookups: int = 0
     hit_blocks: int = 0
     missed_blocks: int = 0
-    loaded_tokens: int = 0
+    figures: FiguresShown = field(default_factory=FiguresShown)
+
+
+@dataclass(frozen=True)
+class ModelShown:
+    """A model whose engines have connected since the server started: some 32 of them, and the rest
+    together as `other`."""
+
+    model: str
+    figures: FiguresShown
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,10 @@ class SecurityShown:
 
 @dataclass(frozen=True)
 class Status:
-    """The server as `GET /v1/status` shows it. `tenant_counts` is by the label that metrics use."""
+    """The server as `GET /v1/status` shows it. `tenant_counts` is by the label that metrics use,
+    `prompt_blocks` by the outcome of blocks (kv/outcomes.py), `evicted_blocks` by reason
+    (store/departed.py). `evicted_age_s` is the median time since the last use of what was evicted
+    lately; None if nothing was."""
 
     name: str
     version: str
@@ -127,12 +144,19 @@ class Status:
     tenants: int
     largest_tenants: list[TenantShown]
     tenant_counts: dict[str, TenantCounts]
-    counters: dict[str, int]
+    figures: FiguresShown
+    models: list[ModelShown]
+    prompt_blocks: dict[str, int]
+    evicted_blocks: dict[str, int]
+    evicted_age_s: float | None
+    load_failures: dict[str, int]
+    counters: dict[str, int | float]
     refusals: dict[str, int]
     auth_failures: dict[str, int]
     restart: RestartShown
     security: SecurityShown
     not_shared: list[NotShared]
+    tiers: list[TierShown]
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,9 @@ class Snapshot:
     status: Status
     latency: dict[str, Latency]
     turns: Latency
+    tiers: dict[tuple[str, str], Latency] = field(default_factory=dict)  # by tier and kind of job
+    eviction_ages: list[int] = field(default_factory=list)
+    eviction_age_sum_s: float = 0.0
 
 
 def take(daemon: Daemon) -> Snapshot:
@@ -149,11 +176,18 @@ def take(daemon: Daemon) -> Snapshot:
     counters = daemon.service.counters
     latency, turns = copy.deepcopy((counters.latency, counters.turns))
     counters.turns.longest_us = 0.0  # it is that since the last snapshot
-    return Snapshot(_status(daemon), latency, turns)
+    tiers = daemon.movement.tiers if daemon.movement is not None else []
+    times = {(tier.name, job): each for tier in tiers for job, each in tier.times.items()}
+    departures = daemon.store.remember_departures()
+    return Snapshot(
+        *(_status(daemon), latency, turns, copy.deepcopy(times)),
+        *(list(departures.ages), departures.age_sum_s),
+    )
 
 
 def _status(daemon: Daemon) -> Status:
     store, counters, settings = daemon.store, daemon.service.counters, daemon.settings
+    departures = store.remember_departures()
     ours = [held for number, held in store.sessions.items() if number != OLD_SESSIONS]
     return Status(
         name=settings.name,
@@ -174,6 +208,15 @@ def _status(daemon: Daemon) -> Status:
         tenants=len(store.tenants),
         largest_tenants=tenants_shown(store.tenants.largest(LARGEST_TENANTS), counters.tenants),
         tenant_counts=counters.tenants.by_label(),
+        figures=FiguresShown.of(counters),
+        models=[
+            ModelShown(model, FiguresShown.of(figures))
+            for model, figures in counters.models.all().items()
+        ],
+        prompt_blocks=dict(daemon.service.explanations.outcomes),
+        evicted_blocks=dict(departures.counts),
+        evicted_age_s=departures.age_s,
+        load_failures=dict(counters.load_failures),
         counters=_counts(store, counters),
         refusals=dict(sorted(counters.refusals.items())),
         auth_failures=dict(sorted(counters.auth_failures.items())),
@@ -183,10 +226,11 @@ def _status(daemon: Daemon) -> Status:
             admin_token=settings.admin_token is not None or not settings.http_is_local,
         ),
         not_shared=not_shared(daemon.service.sessions.all()),
+        tiers=daemon.movement.shown() if daemon.movement is not None else [],
     )
 
 
-def _counts(store: Store, counters: Counters) -> dict[str, int]:
+def _counts(store: Store, counters: Counters) -> dict[str, int | float]:
     """With what the store counts itself."""
     return {name: getattr(counters, name) for name in metrics_of(Counters, "kvkeep_")} | {
         "evictions": store.eviction.evictions,
@@ -196,7 +240,14 @@ def _counts(store: Store, counters: Counters) -> dict[str, int]:
 
 
 def tenant_shown(tenant: Tenant, counts: CountsByTenant) -> TenantShown:
-    return TenantShown(**vars(usage_of(tenant)), **vars(counts.of(tenant.name)))
+    counted = counts.of(tenant.name)
+    return TenantShown(
+        **vars(usage_of(tenant)),
+        lookups=counted.lookups,
+        hit_blocks=counted.hit_blocks,
+        missed_blocks=counted.missed_blocks,
+        figures=FiguresShown.of(counted),
+    )
 
 
 def tenants_shown(tenants: Iterable[Tenant], counts: CountsByTenant) -> list[TenantShown]:
@@ -285,6 +336,17 @@ def _sessions(daemon: Daemon) -> list[SessionShown]:
                 session.parts.get("model", ""),
                 session.role,
                 session.identity,
+                _bytes_per_token(daemon.store, session),
+                FiguresShown.of(session.figures),
             )
         )
     return rows
+
+
+def _bytes_per_token(store: Store, session: ServerSession) -> float | None:
+    """What one token takes of the pool; None if the session has not said how many a block has."""
+    layout = next((each for each in store.layouts if each.number == session.layout), None)
+    block_tokens = session.parts.get("block_tokens", "")
+    if layout is None or not (block_tokens.isdecimal() and int(block_tokens[:9])):
+        return None
+    return round(layout.slot_bytes / int(block_tokens[:9]), 1)
