@@ -1,10 +1,12 @@
 """The small public API: put blocks in, get blocks out.
 
 import kvkeep, numpy as np
-cache = kvkeep.connect(model="my-model", revision="1", block_tokens=16, block_shape=(2, 16, 8, 64), dtype="float16")
+cache = kvkeep.connect(
+    model="my-model", revision="1", block_tokens=16, block_shape=(2, 16, 8, 64), dtype="float16"
+)
 tokens = list(range(64))                                   # four full blocks
 cache.put(tokens, np.ones((4, 2, 16, 8, 64), "float16"))
-blocks = cache.get(tokens)                                 # here, or in any other process on the host
+blocks = cache.get(tokens)                                 # in any process on the host
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ class Cache:
         if array.shape != (len(chain), *self._shape):
             raise RequestError(
                 "bad_shape",
-                f"{len(tokens)} tokens have {len(chain)} full blocks of shape {self._shape}; got {array.shape}",
+                f"{len(tokens)} tokens have {len(chain)} full blocks of shape {self._shape};"
+                f" got {array.shape}",
                 field="blocks",
             )
         if not len(chain):
@@ -148,9 +151,9 @@ class Cache:
 
     def get(self, tokens: Sequence[int], *, salt: str | None = None) -> NDArray[Any]:
         """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape],
-        n may be 0."""
+        n may be 0. Waits for blocks from a tier as long as the option `tier_patience` says."""
         chain = self._chain(tokens, salt)
-        call, hit = self._lookup(chain, salt)
+        call, hit = self._lookup(chain, salt, self.connection.patience_ms)
         good = 0
         try:
             if hit is None or not hit.blocks:
@@ -160,19 +163,28 @@ class Cache:
             request = LoadRequest(
                 tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums
             )
-            loaded = Transfer(self.connection, [GroupMemory(BlockRuns.of([blocks]))], 0).load(
-                request
-            )
+            loaded = self._transfer(blocks).load(request)
             good = hit.blocks if loaded.all() else int(np.argmin(loaded))
         finally:
             self._give_up(call, good * self.identity.block_tokens)
         return blocks[:good]
 
     def contains(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
-        """How many leading blocks of `tokens` the server has."""
+        """How many leading blocks of `tokens` the server has in memory."""
         call, hit = self._lookup(self._chain(tokens, salt), salt)
         self._give_up(call)
         return hit.blocks if hit else 0
+
+    def prefetch(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
+        """Asks the server to bring the blocks of `tokens` into memory. Returns how many are on
+        their way from a tier."""
+        connection = self.connection
+        if not connection.has_tiers:
+            return 0
+        keys = self._chain(tokens, salt).keys()
+        message = m.Prefetch(tenant_of(salt), connection.layout_number, keys)
+        reply = connection.wait(connection.call(message, connection.options.lookup_deadline_ms))
+        return reply.count if isinstance(reply, m.Done) else 0
 
     def close(self) -> None:
         self.connection.close()
@@ -197,11 +209,33 @@ class Cache:
         self.connection.give_up(call, loaded_tokens=loaded_tokens)
         self.connection.poll()
 
-    def _lookup(self, chain: KeyChain, salt: str | None) -> tuple[Call, Hit | None]:
-        connection, layout = self.connection, self.connection.layout
-        message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, chain.keys())
+    def _lookup(
+        self, chain: KeyChain, salt: str | None, patience_ms: int = 0
+    ) -> tuple[Call, Hit | None]:
+        """Asks again while blocks are coming from a tier and patience lasts; the last answer
+        counts."""
+        connection = self.connection
+        until_ms = connection.now_ms + patience_ms
+        call, hit = self._ask(chain, salt, patience_ms, -1)
+        while hit is not None and hit.coming and patience_ms > 0:
+            connection.pause(min(hit.again_ms, patience_ms))
+            patience_ms = max(0, until_ms - connection.now_ms)
+            later, found = self._ask(chain, salt, patience_ms, hit.blocks)
+            if found is None:
+                break
+            connection.give_up(call)
+            call, hit = later, found
+        return call, hit
+
+    def _ask(
+        self, chain: KeyChain, salt: str | None, patience_ms: int, found_before: int
+    ) -> tuple[Call, Hit | None]:
+        connection, keys = self.connection, chain.keys()
+        message = m.Lookup(
+            tenant_of(salt), connection.layout_number, keys, 0, patience_ms, found_before
+        )
         call = connection.call(message, connection.options.lookup_deadline_ms)
-        return call, read_found(connection.wait(call), chain.keys(), 0, shards=1)
+        return call, read_found(connection.wait(call), keys, 0, shards=1)
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
@@ -217,5 +251,6 @@ def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
             "bad_dtype",
             f"numpy knows no dtype {dtype!r}",
             field="dtype",
-            hint="for bfloat16 or fp8 pass the integer type of the same width, and view your blocks as that",
+            hint="for bfloat16 or fp8 pass the integer type of the same width, and view your"
+            " blocks as that",
         ) from None

@@ -40,9 +40,8 @@ class Call:
 
     number: int
     deadline_ms: int
-    gives: str = (
-        ""  # what the answer gives that must be given back: a "lease", a "write" or nothing
-    )
+    # what the answer gives that must be given back: a "lease", a "write" or nothing
+    gives: str = ""
     session: int = 0  # the session it was sent in, and the server process that its slots belong to
     epoch: int = 0
     words: int = 0  # how many the server had said when it was sent
@@ -140,7 +139,12 @@ class Debts:
         self._next_ms = 0
 
     def __bool__(self) -> bool:
-        return bool(self._said) or any(self._owed.values())
+        return bool(self._said or self.count)
+
+    @property
+    def count(self) -> int:
+        """How many the server was not told of, or was told of in vain."""
+        return sum(map(len, self._owed.values()))
 
     def add(self, call: Call) -> None:
         """Notes what a call gave, or may yet give. Giving back what was never given is no error,
@@ -205,11 +209,13 @@ class ClientCounters:
 @dataclass(frozen=True)
 class Hit:
     """A Found, read: arrays describe the blocks beyond `skip`. Without slots on the network
-    plane."""
+    plane. `coming` more blocks are on their way from a tier, the last of them in `again_ms`."""
 
     blocks: int
     slots: NDArray[np.int64]
     checksums: NDArray[np.uint64]  # [described blocks, shards]
+    coming: int = 0
+    again_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,7 @@ class Plan:
     slots: NDArray[np.int64]
     refused: int
     orphan: bool
+    apart: bool = False
 
 
 def is_sound_welcome(welcome: Welcome) -> bool:
@@ -262,6 +269,8 @@ def read_found(reply: object, keys: bytes, skip: int, shards: int) -> Hit | None
         reply.blocks,
         np.frombuffer(reply.slots, dtype="<i8"),
         np.frombuffer(reply.checksums, dtype="<u8").reshape(-1, shards),
+        min(max(0, reply.coming), len(keys) // KEY_BYTES - reply.blocks),
+        max(1, reply.again_ms),
     )
 
 
@@ -280,4 +289,5 @@ def read_plan(reply: object, count: int) -> Plan | None:
         positions[0] >= 0 and positions[-1] < count and (positions[1:] > positions[:-1]).all()
     ):
         return None
-    return Plan(positions, np.frombuffer(reply.slots, dtype="<i8"), reply.refused, reply.orphan)
+    slots = np.frombuffer(reply.slots, dtype="<i8")
+    return Plan(positions, slots, reply.refused, reply.orphan, reply.apart)

@@ -16,9 +16,12 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
+
+from msgspec import structs
 
 from kvkeep.client.calls import (
     Breaker,
@@ -45,12 +48,19 @@ from kvkeep.wire.tls import tls_files
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_MS = 5  # a socket that was only just made is not connected yet
-_LAST_QUICK_RETRY_MS = (
-    160  # some 300 ms after the first attempt: a server that is there has answered by then
+# some 300 ms after the first attempt: a server that is there has answered by then
+_LAST_QUICK_RETRY_MS = 160
+_TOO_OLD = (
+    "it is of a release that knows no ranks with several shards (upgrade it before the engines, or"
+    " leave out kvkeep.tp_shards)"
 )
 _WAIT_SLICE_MS = 5  # then others have their turn
 _REST_S, _SHORT_REST_S = 0.1, 0.02  # with nothing on its way, and otherwise
 _HEARTBEAT_S = 0.05
+MOST_REPORTS = 4_096  # kept while no server takes them
+_REPORT_EVERY_MS = 200
+_MOST_KEY_BYTES = 256 << 10  # of a message's reports, and one report more
+_REPORTS_A_MESSAGE = 32  # the server explains each in a fraction of a millisecond
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
@@ -82,9 +92,19 @@ class Connection:
         self._next_number, self._attempts, self._next_attempt_ms, self._next_ping_ms = 1, 0, 0, 0
         self.shared_pool: SharedPool | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
+        self.further_shards: list[int] = []  # of a worker that has several
         self.role = "client"  # what this session is for, as operators see it
         self._told_differences = False
+        # Of requests that have finished, until the server is told: the oldest are dropped first.
+        self._reports: deque[tuple[m.RequestReport, Sequence[Call]]] = deque(maxlen=MOST_REPORTS)
+        self._next_report_ms = 0
         self._closing = self._closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Connection({self.state}, {self._transport}, calls={len(self._calls)},"
+            f" owed={self._debts.count})"
+        )
 
     def __del__(self) -> None:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the
@@ -109,15 +129,28 @@ class Connection:
         return not (self.up or self._closing or self.outage.told)
 
     @property
-    def rest_s(
-        self,
-    ) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
+    def rest_s(self) -> float:
+        """So long nobody need poll it; each time takes an engine's interpreter."""
         rests = self._closed or (self.up and not self._calls and not self._debts)
         return (
             max(_SHORT_REST_S, min(_REST_S, self.options.ping_interval_ms / 1000))
             if rests
             else _SHORT_REST_S
         )
+
+    @property
+    def now_ms(self) -> int:
+        return self._clock()
+
+    @property
+    def patience_ms(self) -> int:
+        """How long a lookup waits at most for blocks from a tier; 0 with a server that has none."""
+        return self.options.patience_ms if self.has_tiers else 0
+
+    @property
+    def has_tiers(self) -> bool:
+        welcome = self.welcome
+        return welcome is not None and m.TIERS in welcome.capabilities
 
     @property
     def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none
@@ -134,9 +167,8 @@ class Connection:
         return self.options.verify or welcome is None or welcome.verify
 
     @property
-    def layout_number(
-        self,
-    ) -> int:  # how requests name the layout; 0, which the server refuses, while there is none
+    def layout_number(self) -> int:
+        """How requests name the layout; 0, which the server refuses, while there is none."""
         layout = self.layout
         return layout.layout if layout else 0
 
@@ -178,7 +210,7 @@ class Connection:
             if self.breaker.is_open:
                 return self._failed("breaker_open")
             if (
-                isinstance(message, m.Lookup | m.PrepareStore)
+                isinstance(message, m.Lookup | m.Prefetch | m.PrepareStore)
                 and self.layout
                 and message.layout != self.layout.layout
             ):
@@ -202,6 +234,11 @@ class Connection:
                 call.failure = "given_up"
                 self._calls.remove(call)
             self._owe(call)
+
+    def report(self, report: m.RequestReport, lacked_by: Sequence[Call]) -> None:
+        """Tells the server in a moment, together with others, how a request was served. A server
+        that takes no reports is told nothing; what is lost on the way is not said again."""
+        self._reports.append((report, lacked_by))
 
     def poll(self) -> None:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""
@@ -236,6 +273,10 @@ class Connection:
                     self._transport.wait(min(_WAIT_SLICE_MS, max(1, until_ms - self._clock())))
         return call.reply
 
+    def pause(self, milliseconds: int) -> None:
+        """Lets time pass, polling. May block."""
+        self.wait(Call(0, 0), milliseconds)
+
     def wait_until_up(self, timeout_ms: int) -> bool:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
@@ -266,6 +307,8 @@ class Connection:
             if self._closed:
                 return
             self._closing = True
+            if self.answering:
+                self._send_reports()
             goodbye = (
                 self._send(m.Goodbye(), self.options.lookup_deadline_ms)
                 if self.welcome is not None
@@ -412,8 +455,32 @@ class Connection:
                     self._go_down()
                     return
             self._debts.pay(now_ms, self._send)
+            if self._reports and now_ms >= self._next_report_ms and self.answering:
+                self._next_report_ms = now_ms + _REPORT_EVERY_MS
+                self._send_reports()
         else:
             self._advance_handshake()
+
+    def _send_reports(self) -> None:
+        welcome, reports = self.welcome, self._reports
+        if welcome is None:
+            return
+        if m.REPORTS not in welcome.capabilities:
+            reports.clear()
+            return
+        while reports:
+            some = [reports.popleft()]
+            nbytes = len(some[0][0].keys)
+            while reports and len(some) < _REPORTS_A_MESSAGE and nbytes < _MOST_KEY_BYTES:
+                some.append(reports.popleft())
+                nbytes += len(some[-1][0].keys)
+            # The server knows its own lookups only, and those of this session.
+            told = [
+                structs.replace(each, lookups=here) if here else each
+                for each, calls in some
+                for here in ([call.number for call in calls if call.session == welcome.session],)
+            ]
+            self._send(m.ReportRequests(told), self.options.store_deadline_ms)
 
     def _start_handshake(self, now_ms: int) -> None:
         patience_ms = min(
@@ -441,6 +508,12 @@ class Connection:
         match self.state, step.reply:
             case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
                 self.welcome = welcome
+                if self.further_shards and m.SEVERAL_SHARDS not in welcome.capabilities:
+                    self.counters.fail("old_server")
+                    self.refusal = _TOO_OLD
+                    self.start_over()
+                    self.outage.begin(_TOO_OLD, _TOO_OLD)
+                    return
                 self.state = "attaching"
                 try:
                     may, users = self.options.shared_memory, self.options.trusted_users
@@ -471,7 +544,13 @@ class Connection:
         shape, (shard, physical) = self.shape, self.physical
         parts = {name: _shortened(text) for name, text in shape.parts.items()}
         return m.OpenLayout(
-            shape.fingerprint, list(shape.shard_bytes), shard, physical, parts, self.role
+            shape.fingerprint,
+            list(shape.shard_bytes),
+            shard,
+            physical,
+            parts,
+            self.role,
+            self.further_shards,
         )
 
     def _break_off(self, step: Call, state: str, reply: m.Reply | None) -> None:
@@ -502,8 +581,8 @@ class Connection:
         if differs and not self._told_differences and not self.role.startswith("worker"):
             self._told_differences = True
             log.info(
-                "kvkeep: this engine (identity %s) does not share blocks with another one of model %s: "
-                "they differ in %s; `kvkeep status` shows how",
+                "kvkeep: this engine (identity %s) does not share blocks with another one of model"
+                " %s: they differ in %s; `kvkeep status` shows how",
                 *(self.shape.digest, self.shape.identity.model),
                 ", ".join(name for name in differs if name in self.shape.parts)
                 or "what only the other one says",
@@ -515,9 +594,8 @@ class Connection:
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
-        if (
-            self.shared_pool is not None
-        ):  # last: who got hold of it before has read what was this session's
+        # last: who got hold of it before has read what was this session's
+        if self.shared_pool is not None:
             self.shared_pool.let_go()
             self.shared_pool = None
 

@@ -68,25 +68,26 @@ class Fetched(Protocol):
 class Copier(Protocol):
     """Moves blocks between an engine's memory and slots.
 
-    The engine's thread calls `mark`, `fence_reads`, `set_engine_busy`, `evacuate` and, while there is no job,
-    `relocate`; the store thread `begin_store`; the load thread `begin_load` and `fetch_ahead`. Both
-    threads call `enter` first.
+    The engine's thread calls `mark`, `fence_reads`, `set_engine_busy`, `evacuate` and, while there
+    is no job, `relocate`; the store thread `begin_store`; the load thread `begin_load` and
+    `fetch_ahead`. Both threads call `enter` first.
 
-    mark         a point in the engine's work; `wait_for` waits for it and returns whether it had to
-    fence_reads       orders the engine's next writes after the reads that have begun
-    set_engine_busy     whether copies leave gaps for the engine's own; they do unless it is idle
-    relocate     the blocks are in this memory from now on; with none the copier refers to none
-    fetch_ahead  begins to copy slots before the blocks are known; `begin_load` of the same slots
-                 takes it from there. None: the device cannot do that
-    pool_registration    a `PoolRegistration` to run in a thread of its own, where a device needs one
+    mark               a point in the engine's work; `wait_for` waits for it and returns whether it
+                       had to
+    fence_reads        orders the engine's next writes after the reads that have begun
+    set_engine_busy    whether copies leave gaps for the engine's own; they do unless it is idle
+    relocate           the blocks are in this memory from now on; with none the copier refers to
+                       none
+    fetch_ahead        begins to copy slots before the blocks are known; `begin_load` of the same
+                       slots continues. None: the device cannot do that
+    pool_registration  a `PoolRegistration` to run in a thread of its own, where a device needs one
     """
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes,
     # costs a part.
     whole_bytes: int  # no larger than that, it goes in one
-    first_bytes: tuple[
-        int, ...
-    ]  # else, where nothing else is under way: the sooner the server answers
+    # else, where nothing else is under way: the sooner the server answers
+    first_bytes: tuple[int, ...]
     part_bytes: int  # the others
 
     def mark(self) -> Any: ...

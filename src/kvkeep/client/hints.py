@@ -31,12 +31,15 @@ class Hints:
     priority                0 to 100: blocks of a higher one are kept longer
     ttl_ms                  after this time its blocks are evicted first; 0: no such time
     conversation_finished   no request will continue this conversation: evict its blocks early
+    prefetch                requests with this prompt follow: bring its blocks up from the server's
+                            tiers; this request does not wait for them
     """
 
     counts: tuple[str, ...] | None = None
     priority: int = _NORMAL_PRIORITY
     ttl_ms: int = 0
     conversation_finished: bool = False
+    prefetch: bool = False
 
     @classmethod
     def of(cls, params: object) -> Hints:
@@ -54,6 +57,7 @@ class Hints:
                 priority=_integer(params, "kvkeep_priority", 100, _NORMAL_PRIORITY),
                 ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
                 conversation_finished=_flag(params, "kvkeep_session_finished"),
+                prefetch=_flag(params, "kvkeep_prefetch"),
             )
         except Exception:
             # guard: a mapping can be any class, and none of them may raise into the engine
@@ -68,9 +72,8 @@ class Hints:
 
 def _integer(params: Mapping[object, object], name: str, most: int, default: int) -> int:
     value = params.get(name, default)
-    if (
-        type(value) is not int or not 0 <= value <= most
-    ):  # a bool is an int to isinstance, and a mistake here
+    # a bool is an int to isinstance, and a mistake here
+    if type(value) is not int or not 0 <= value <= most:
         log.warning(
             "kvkeep: %s in kv_transfer_params must be an integer from 0 to %d: ignored", name, most
         )

@@ -22,7 +22,7 @@ from kvkeep.client.calls import read_found
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Fetched, LoadCopy, row_addresses
 from kvkeep.client.rank_memory import RankMemory
-from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest
+from kvkeep.client.requests import NO_BLOCK, LoadOutcome, LoadRequest
 from kvkeep.errors import PoolError
 from kvkeep.kv.checksum import ABSENT, checksum_at
 from kvkeep.kv.keys import KEY_BYTES
@@ -175,7 +175,7 @@ class Load:
         connection = self._connection
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, connection.layout_number, request.keys, request.skip)
-        # Bytes of other loads may come before the answer, so a lookup's deadline would be too short.
+        # Bytes of other loads may come before the answer: a lookup's deadline would be too short.
         lookup = connection.call(message, connection.options.store_deadline_ms)
         shards = len(connection.shape.shard_bytes)
         try:
@@ -260,10 +260,9 @@ class BlockingLoader:
     `drop` before it releases the slots. The engine computes nothing meanwhile, so copies
     need not interleave with its own."""
 
-    def __init__(self, memory: RankMemory, rank: int, fail: Callable[[str], None]) -> None:
+    def __init__(self, memory: RankMemory, fail: Callable[[str], None]) -> None:
         """`fail` is called when something went wrong inside."""
         self._memory = memory
-        self._rank = rank
         self._fail = fail
         self._owner: Hashable = None
         self._fetched: Fetched | None = None
@@ -291,25 +290,21 @@ class BlockingLoader:
             self.drop()
         return self._fetched is not None
 
-    def load(self, job: Hashable, request: LoadRequest, owner: Hashable) -> Finished:
+    def load(self, request: LoadRequest, owner: Hashable) -> LoadOutcome:
         """Loads and waits. Drops what was fetched for another owner."""
         if owner != self._owner:
             self.drop()
         began_s = time.perf_counter() if self._fetched is None else self._began_s
-        failed = request.ids_of(slice(None))
+        loaded = None
         try:
             self._memory.copier.set_engine_busy(False)
             ready = [self._memory.copier.mark()]
             [loaded] = Load(self._memory, [request], ready, self._fetched).finish()
-            failed = request.ids_of(~loaded)
         except Exception:
             # guard: whatever goes wrong here is a failed load to the engine, never its end
             self._fail("load")
         self.drop()
-        took = {job: time.perf_counter() - began_s}
-        return Finished(
-            self._rank, loaded=[job], failed={job: failed} if failed else {}, seconds=took
-        )
+        return request.outcome(loaded, time.perf_counter() - began_s)
 
     def drop(self) -> None:
         """Waits for what was fetched, and forgets it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import InitVar, dataclass, field, fields
 
 from kvkeep.errors import SettingsError
@@ -10,6 +11,10 @@ from kvkeep.wire.peers import OVERFLOW_UID, USERS_FORMAT, parse_users
 from kvkeep.wire.tls import tls_files
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
+
+# How long a request waits for blocks that a server brings up from a slower tier.
+BEST_EFFORT, TIMEOUT, WAIT = "best_effort", "timeout=", "wait"
+LONGEST_WAIT_MS = 10_000  # with "wait": a tier that never delivers must not stop a request
 
 # At start-up: a server that is there answers at once; one that is not must not keep an engine from
 # starting.
@@ -49,36 +54,47 @@ def default_trusted_users() -> tuple[int, ...]:
         ) from None
 
 
+def parse_patience(text: object, name: str = "tier_patience") -> int:
+    """Milliseconds that a request waits at most for blocks from a tier. Raises SettingsError, which
+    names the option."""
+    if text == BEST_EFFORT:
+        return 0
+    if text == WAIT:
+        return LONGEST_WAIT_MS
+    figure = text.removeprefix(TIMEOUT) if isinstance(text, str) else ""
+    if isinstance(text, str) and text.startswith(TIMEOUT) and re.fullmatch("[0-9]{1,7}", figure):
+        return int(figure)
+    raise SettingsError(
+        f'{name} = {text!r}: expected "best_effort", "timeout=200" (milliseconds) or "wait"',
+        "leave it out for the default",
+    )
+
+
 @dataclass(frozen=True)
 class ClientOptions:
     """Deadlines are what a caller waits at most; after that the answer is a miss."""
 
     address: str = field(default_factory=default_address)
-    client: str = "kvkeep-python"
-    lookup_deadline_ms: int = (
-        100  # a server that is there needs less than one; one that is not delays requests
-    )
+    client: str = "python"  # what uses the cache, as operators see it
+    # a server that is there needs less than one; one that is not delays requests
+    lookup_deadline_ms: int = 100
     store_deadline_ms: int = 5_000
     handshake_deadline_ms: int = 2_000
     ping_interval_ms: int = 1_000
     reconnect_interval_ms: int = 500
     verify: bool = True  # False: take and check no checksums, unless the server asks for them
-    gpu_staging_bytes: int = (
-        512 << 20
-    )  # GPU memory through which blocks go, where an engine is on one
+    # GPU memory through which blocks go, where an engine is on one
+    gpu_staging_bytes: int = 512 << 20
+    tier_patience: str = "timeout=200"  # or "best_effort", or "wait"
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
-    trusted_users: tuple[int, ...] = field(
-        default_factory=default_trusted_users
-    )  # whose server is as good as our own
-    tls_cert: str | None = field(
-        default_factory=lambda: default_tls("CERT")
-    )  # file of our certificate; None: no TLS
-    tls_key: str | None = field(
-        default_factory=lambda: default_tls("KEY")
-    )  # file of its private key
-    tls_ca: str | None = field(
-        default_factory=lambda: default_tls("CA")
-    )  # file of the CA that signed the server's
+    # whose server is as good as our own
+    trusted_users: tuple[int, ...] = field(default_factory=default_trusted_users)
+    # file of our certificate; None: no TLS
+    tls_cert: str | None = field(default_factory=lambda: default_tls("CERT"))
+    # file of its private key
+    tls_key: str | None = field(default_factory=lambda: default_tls("KEY"))
+    # file of the CA that signed the server's
+    tls_ca: str | None = field(default_factory=lambda: default_tls("CA"))
     curve_key: InitVar[None] = None  # of earlier releases: refused by name
     server_key: InitVar[None] = None
 
@@ -91,6 +107,7 @@ class ClientOptions:
                 raise SettingsError(
                     f"{option.name} must be an integer of at least 1, not {value!r}"
                 )
+        parse_patience(self.tier_patience)
         users = self.trusted_users
         if not isinstance(users, tuple) or any(
             type(uid) is not int or uid in (-1, OVERFLOW_UID) for uid in users
@@ -102,3 +119,8 @@ class ClientOptions:
             if value is not None:
                 raise replaced(old, "give tls_cert, tls_key and tls_ca")
         tls_files(self)
+
+    @property
+    def patience_ms(self) -> int:
+        """How long a request waits at most for blocks from a tier; 0: not at all."""
+        return parse_patience(self.tier_patience)

@@ -34,18 +34,16 @@ class Outage:
     Ranks in processes of their own do not speak (`speaks`): they report their `trouble`, and an
     Outage beside the scheduler says it for them, if the scheduler's own has not."""
 
-    _said: ClassVar[
-        dict[tuple[str, str], weakref.WeakSet[Outage]]
-    ] = {}  # who has met this trouble at this address
+    # who has met this trouble at this address
+    _said: ClassVar[dict[tuple[str, str], weakref.WeakSet[Outage]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.told = self._explained = False
         self.speaks = True  # else only at debug level
-        self.trouble: tuple[str, str] | None = (
-            None  # while it lasts: why, and the server's own words
-        )
+        # while it lasts: why, and the server's own words
+        self.trouble: tuple[str, str] | None = None
 
     def begin(self, why: str, refusal: str) -> None:
         """Said again only if it was a guess before and the server's own words are there now: the
@@ -63,7 +61,8 @@ class Outage:
             others.add(self)
         if first:
             log.warning(
-                "kvkeep: %s. Serving without the cache; it will be used as soon as the server is there%s.",
+                "kvkeep: %s. Serving without the cache; it will be used as soon as the server is"
+                " there%s.",
                 what,
                 remedy and f" ({remedy})",
             )

@@ -25,8 +25,8 @@ _BYTES_PER_MESSAGE = 8 << 20  # on the network plane: what a server sends in one
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Where one group of an engine's layers keeps its part of each block. Engines with one kind of
-    layer have one group.
+    """Where one group of an engine's layers keeps its part of each block, or one shard of it.
+    Engines with one kind of layer have one group.
 
     may_lack   whether a block is of use without it: attention over a window, or a recurrent state,
                is needed near the end of a prefix only
@@ -46,6 +46,15 @@ def physical_fingerprint(groups: Sequence[GroupMemory]) -> bytes:
     )
 
 
+def physical_fingerprint_of_each(groups: Sequence[GroupMemory], shards_per_rank: int) -> bytes:
+    """The same for a rank that holds several shards of each group, which must lie alike."""
+    each = [physical_fingerprint(groups[at::shards_per_rank]) for at in range(shards_per_rank)]
+    if len(set(each)) > 1:
+        problem = "the shards of a rank do not lie in memory alike"
+        raise RequestError("bad_layer", problem, field="layers")
+    return each[0]
+
+
 def check_sizes(groups: Sequence[GroupMemory], expected: Sequence[int]) -> None:
     """RequestError unless each of these groups has so many bytes a block."""
     given = [group.runs.nbytes for group in groups]
@@ -61,13 +70,18 @@ def _note_slow_copies() -> None:
     """Says once in a process that the C kernel is missing."""
     if not native.available:
         log.warning(
-            "kvkeep: the C kernel was not built, blocks are copied with numpy, several times slower. "
-            "Install a C compiler and reinstall kvkeep."
+            "kvkeep: the C kernel was not built, blocks are copied with numpy, several times"
+            " slower. Install a C compiler and reinstall kvkeep."
         )
 
 
 class RankMemory:
-    """A rank's groups, each in a shard of its own, and the copier that moves their blocks."""
+    """A rank's groups, and the copier that moves their blocks. A group has `shards_per_rank`
+    neighbours in `groups`, one for each of its shards, and all of them have the group's block ids:
+
+        two groups, shards_per_rank = 2      groups    a.0  a.1  b.0  b.1
+        first_shard = 4                      shard       4    6    5    7
+    """
 
     def __init__(
         self,
@@ -75,13 +89,25 @@ class RankMemory:
         groups: Sequence[GroupMemory],
         first_shard: int,
         copier: Copier | None = None,
+        shards_per_rank: int = 1,
     ) -> None:
         self.connection = connection
         self.groups = groups  # empty while the engine has taken its memory away
         self.copier: Copier = copier or HostCopier([group.runs for group in groups])
-        self._first_shard = first_shard
-        # What an engine may need back soonest is copied first.
-        self.store_order = sorted(range(len(groups)), key=lambda group: not groups[group].may_lack)
+        self.shards_per_rank = shards_per_rank
+        engine_groups = len(groups) // shards_per_rank
+        self._shards = [
+            first_shard + shard * engine_groups + group
+            for group in range(engine_groups)
+            for shard in range(shards_per_rank)
+        ]
+        # What an engine may need back soonest is copied first. All shards of a group are stored
+        # together.
+        together = [
+            range(first, first + shards_per_rank)
+            for first in range(0, len(groups), shards_per_rank)
+        ]
+        self.store_order = sorted(together, key=lambda each: not groups[each[0]].may_lack)
         if isinstance(self.copier, HostCopier):
             _note_slow_copies()
 
@@ -94,16 +120,16 @@ class RankMemory:
         self.groups = groups
 
     def table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Block ids with a row for each group. RequestError if the engine has more or fewer
+        """Block ids with a row for each of `groups`. RequestError if the engine has more or fewer
         groups."""
-        table = np.atleast_2d(block_ids)
-        if len(table) != len(self.groups):
-            problem = f"block ids for {len(table)} groups, but the engine's blocks have {len(self.groups)}"
+        table, groups = np.atleast_2d(block_ids), len(self.groups) // self.shards_per_rank
+        if len(table) != groups:
+            problem = f"block ids for {len(table)} groups, but the engine's blocks have {groups}"
             raise RequestError("bad_request", problem, field="block_ids")
-        return table
+        return table if self.shards_per_rank == 1 else table.repeat(self.shards_per_rank, axis=0)
 
     def shard(self, group: int) -> int:
-        return self._first_shard + group
+        return self._shards[group]
 
     def nbytes(self, group: int) -> int:
         return self.groups[group].runs.nbytes

@@ -103,31 +103,53 @@ class LoadRequest:
     def blocks(self) -> int:
         return int(self.block_ids.shape[-1])
 
-    def ids_of(self, chosen: NDArray[np.bool_] | slice) -> list[int]:
-        """The engine blocks that the chosen ones of these blocks were to go into."""
-        ids = np.atleast_2d(self.block_ids)[:, chosen].ravel()
-        return ids[ids != NO_BLOCK].tolist()  # type: ignore[no-any-return]
+    def outcome(
+        self, loaded: NDArray[np.bool_] | None = None, seconds: float | None = None
+    ) -> LoadOutcome:
+        """The outcome if these of the blocks are in place; None: none of them."""
+        missing = slice(None) if loaded is None else ~loaded
+        ids = np.atleast_2d(self.block_ids)[:, missing].ravel()
+        return LoadOutcome(frozenset(ids[ids != NO_BLOCK].tolist()), seconds)
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """What came of one load: on one rank, or joined, on several.
+
+    failed    engine blocks that are not in place and verified: they must be computed
+    seconds   how long the load took; None if it did not begin
+    """
+
+    failed: frozenset[int] = frozenset()
+    seconds: float | None = field(default=None, compare=False)
+
+    def joined(self, other: LoadOutcome) -> LoadOutcome:
+        """With another rank's: a block is in place where every rank has its shard."""
+        measured = [each.seconds for each in (self, other) if each.seconds is not None]
+        return LoadOutcome(self.failed | other.failed, max(measured, default=None))
 
 
 @dataclass
 class Finished:
-    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine
-    blocks that must be computed."""
+    """The jobs that have ended since the last poll, on one rank.
+
+    stored      how many blocks each store wrote
+    incomplete  stores that left something out: offer those blocks again
+    loads       what came of each load
+    withdrawn   blocks that the engine took back before they were copied
+    """
 
     rank: int = 0
-    stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
-    incomplete: list[Hashable] = field(
-        default_factory=list
-    )  # stores that left something out: offer those blocks again
-    loaded: list[Hashable] = field(
-        default_factory=list
-    )  # every load, whether or not blocks of it failed
-    failed: dict[Hashable, list[int]] = field(default_factory=dict)
-    withdrawn: int = 0  # blocks that the engine took back before they were copied
-    seconds: dict[Hashable, float] = field(
-        default_factory=dict, compare=False
-    )  # how long each load took
+    stored: dict[Hashable, int] = field(default_factory=dict)
+    incomplete: list[Hashable] = field(default_factory=list)
+    loads: dict[Hashable, LoadOutcome] = field(default_factory=dict)
+    withdrawn: int = 0
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """The engine blocks that these loads did not bring."""
+        return {block for outcome in self.loads.values() for block in outcome.failed}
 
     @property
     def is_nothing(self) -> bool:
-        return not (self.stored or self.incomplete or self.loaded or self.failed or self.withdrawn)
+        return not (self.stored or self.incomplete or self.loads or self.withdrawn)

@@ -21,11 +21,12 @@ being copied this moment. On a GPU "before" and "after" are places in its queues
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,15 @@ _BLOCKS_PER_PART = 512  # the server takes no more in one store
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
 _IDLE_S = 0.02
 _LOOK_MS = 5
+
+
+class Part(NamedTuple):
+    """Blocks start..stop-1 of a store, and which of the rank's groups: all shards of one group, or
+    one of them."""
+
+    start: int
+    stop: int
+    groups: Sequence[int]
 
 
 class CopiedBlocks:
@@ -76,6 +86,24 @@ class CopiedBlocks:
         """Waits until all have arrived."""
         if self._copy is not None:
             self._copy.close()
+
+
+class CopiedPart:
+    """The shards of a part that were read, and may still be on their way."""
+
+    def __init__(self, shards: Sequence[CopiedBlocks]) -> None:
+        self._shards = shards
+
+    def checksums(self) -> NDArray[np.uint64]:
+        """Waits until all have arrived. A block's shards are together."""
+        sums = [shard.checksums() for shard in self._shards]
+        return sums[0] if len(sums) == 1 else np.stack(sums, axis=1)
+
+    def close(self) -> None:
+        """Waits until all have arrived."""
+        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
+            for shard in self._shards:
+                all_of_them.callback(shard.close)
 
 
 class SourceBlocks:
@@ -312,16 +340,12 @@ class Store:
         self._more = self._connection.threads.Condition()
         # Of the group that is under way.
         self._unused: list[Call] = []  # slots that no copy goes to yet
-        self._copied: deque[tuple[Call, CopiedBlocks, contextlib.ExitStack] | None] = deque()
+        self._copied: deque[tuple[Call, CopiedPart, contextlib.ExitStack] | None] = deque()
         self._completions: list[tuple[Call, Call]] = []  # PrepareStore, CompleteStore
-        self._parts: Iterator[tuple[int, int]] = iter(())  # that the server was not asked about
-        self._asked: deque[tuple[tuple[int, int], Call]] = deque()
+        self._parts: Iterator[Part] = iter(())  # that the server was not asked about
+        self._asked: deque[tuple[Part, Call]] = deque()
         self._takes_all = False
         self._departs = False
-
-    @property
-    def _group(self) -> int:
-        return self._groups[0]
 
     def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
         """Asks the server for the first slots; in a hurry, for few at first. It answers sooner
@@ -415,12 +439,20 @@ class Store:
             part, call = self._asked.popleft()
             if not self._asked:
                 before_last()  # while the server is at work on this part
-            plan = read_plan(self._connection.wait(call), part[1] - part[0])
+            self._connection.poll()
+            if not call.done:
+                self._let_depart()
+            plan = read_plan(self._connection.wait(call), part.stop - part.start)
             complete &= plan is not None and not plan.refused
             if plan is None:
                 break
-            positions = part[0] + plan.positions.astype(np.int64)
-            self.sources.skip(self._group, *part, positions)
+            positions = part.start + plan.positions.astype(np.int64)
+            if plan.apart and len(part.groups) > 1:
+                alone = [part._replace(groups=[group]) for group in part.groups]
+                self._parts = itertools.chain(alone, self._parts)
+            else:
+                for group in part.groups:
+                    self.sources.skip(group, part.start, part.stop, positions)
             if plan.refused:
                 self._connection.counters.fail("orphan" if plan.orphan else "no_room")
                 if self._asked:
@@ -431,8 +463,9 @@ class Store:
             if not len(plan.positions):
                 self._unused.remove(call)
                 continue
+            self._let_depart()
             pool = contextlib.ExitStack()  # the pool's memory stays ours until the part has arrived
-            copied = self._write(call, positions, plan, pool)
+            copied = self._write(call, part, positions, plan, pool)
             if copied is None:
                 return False
             self._unused.remove(call)
@@ -447,6 +480,7 @@ class Store:
                 self._connection.give_up(call)
         finally:  # or `depart` would wait for ever
             self._put_copied(None)
+            self._let_depart()
 
     def _depart(self) -> None:
         self._departs = True
@@ -462,7 +496,7 @@ class Store:
                 self._connection.give_up(call)
             raise
 
-    def _complete(self, call: Call, copied: CopiedBlocks, pool: contextlib.ExitStack) -> None:
+    def _complete(self, call: Call, copied: CopiedPart, pool: contextlib.ExitStack) -> None:
         """Waits until a part has arrived, and tells the server."""
         try:
             with pool:
@@ -485,24 +519,31 @@ class Store:
             else:
                 self._connection.give_up(prepared)
                 all_done = False
-        self.written = max(self.written, written)
+        # a block whose shards were stored apart counts once
+        self.written = min(max(self.written, written), self.request.blocks)
         self.is_complete = self._takes_all and all_done
 
-    def _put_copied(self, part: tuple[Call, CopiedBlocks, contextlib.ExitStack] | None) -> None:
-        """None: there is no more."""
+    def _put_copied(self, part: tuple[Call, CopiedPart, contextlib.ExitStack] | None) -> None:
+        """None: there is no more. The thread that waits for it is woken by `_let_depart`."""
         with self._more:
             self._copied.append(part)
+
+    def _let_depart(self) -> None:
+        """While the next part is copied: before that, the other thread would only take the
+        interpreter and the connection from this one."""
+        with self._more:
             self._more.notify_all()
 
-    def _take_copied(self) -> tuple[Call, CopiedBlocks, contextlib.ExitStack] | None:
+    def _take_copied(self) -> tuple[Call, CopiedPart, contextlib.ExitStack] | None:
         with self._more:
             while not self._copied:
                 self._more.wait()
             return self._copied.popleft()
 
-    def _cut_into_parts(self, hurry: bool, alone: bool) -> Iterator[tuple[int, int]]:
+    def _cut_into_parts(self, hurry: bool, alone: bool) -> Iterator[Part]:
         """At least one. Of several, all but the first ones are about as large as each other."""
-        count, nbytes = self.request.blocks, self._memory.nbytes(self._group)
+        groups, count = self._groups[0], self.request.blocks
+        nbytes = sum(map(self._memory.nbytes, groups))
         copier, welcome = self._memory.copier, self._connection.welcome
         most = min(
             _BLOCKS_PER_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_PER_PART
@@ -510,11 +551,11 @@ class Store:
         first_sizes = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
         whole = max(1, min(most, copier.whole_bytes // nbytes))
         if count <= (first_sizes[-1] if hurry and not alone else whole):
-            yield 0, count
+            yield Part(0, count, groups)
             return
         start = 0
         for size in first_sizes if hurry else ():
-            yield start, min(start + size, count)
+            yield Part(start, min(start + size, count), groups)
             start += size
         parts = max(
             round((count - start) * nbytes / copier.part_bytes),
@@ -523,71 +564,97 @@ class Store:
         )
         size = math.ceil((count - start) / parts)
         while start < count:
-            yield start, min(start + size, count)
+            yield Part(start, min(start + size, count), groups)
             start += size
 
     def _ask_ahead(self) -> None:
         while len(self._asked) < _PARTS_ASKED_FOR and (part := next(self._parts, None)):
-            self._asked.append((part, self._prepare(*part)))
+            self._asked.append((part, self._prepare(part)))
 
-    def _prepare(self, start: int, stop: int) -> Call:
-        request = self.request
+    def _prepare(self, part: Part) -> Call:
+        request, (start, stop, groups) = self.request, part
+        shard, *further_shards = map(self._memory.shard, groups)
         before = request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES]
         message = m.PrepareStore(
             tenant=request.tenant,
             layout=self._connection.layout_number,
-            shard=self._memory.shard(self._group),
+            shard=shard,
             parent=before if start else request.parent,
             keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],
             priority=request.priority,
             ttl_ms=request.ttl_ms,
+            further_shards=further_shards,
         )
         call = self._connection.call(message, self._deadline_ms)
         self._unused.append(call)
         return call
 
     def _write(
-        self, call: Call, positions: NDArray[np.int64], plan: Plan, pool: contextlib.ExitStack
-    ) -> CopiedBlocks | None:
+        self,
+        call: Call,
+        part: Part,
+        positions: NDArray[np.int64],
+        plan: Plan,
+        pool: contextlib.ExitStack,
+    ) -> CopiedPart | None:
         """Copies the blocks that the plan names. None: they could not be written."""
-        if not len(plan.slots):
-            return self._put(call, positions)
-        with contextlib.ExitStack() as held:
-            place = self._memory.addresses(self._group, plan.slots, call.epoch, call.session)
-            addresses = held.enter_context(place)
-            if addresses is None:
-                return None
-            try:
-                copied = self._read(positions, addresses, self._connection.verify)
-            except PoolError as error:
-                self._memory.was_cut_off(error)
-                return None
-            if copied is not None:
-                pool.push(held.pop_all())
-            return copied
+        shards: list[CopiedBlocks] = []
+        with contextlib.ExitStack() as held, contextlib.ExitStack() as copies:
+            for group in part.groups:
+                if len(plan.slots):
+                    place = self._memory.addresses(group, plan.slots, call.epoch, call.session)
+                    copied = self._copy_to(group, positions, held.enter_context(place))
+                else:
+                    copied = self._put(call, part, group, positions)
+                if copied is None:
+                    return None
+                copies.callback(copied.close)  # before the pool's memory goes
+                shards.append(copied)
+            copies.pop_all()
+            pool.push(held.pop_all())
+        return CopiedPart(shards)
 
-    def _put(self, call: Call, positions: NDArray[np.int64]) -> CopiedBlocks | None:
+    def _copy_to(
+        self, group: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64] | None
+    ) -> CopiedBlocks | None:
+        if addresses is None:
+            return None
+        try:
+            return self._read(group, positions, addresses, self._connection.verify)
+        except PoolError as error:
+            self._memory.was_cut_off(error)
+            return None
+
+    def _put(
+        self, call: Call, part: Part, group: int, positions: NDArray[np.int64]
+    ) -> CopiedBlocks | None:
         """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as
         a frame takes."""
-        nbytes = self._memory.nbytes(self._group)
-        at_a_time = self._memory.blocks_per_message(self._group)
+        nbytes = self._memory.nbytes(group)
+        at_a_time = self._memory.blocks_per_message(group)
+        shard = self._memory.shard(group) if len(part.groups) > 1 else -1
         checksums = np.empty(len(positions), dtype=np.uint64)
         for start in range(0, len(positions), at_a_time):
             some = positions[start : start + at_a_time]
             buffer = np.zeros((len(some), nbytes), dtype=np.uint8)
-            copied = self._read(some, row_addresses(buffer), True)
+            copied = self._read(group, some, row_addresses(buffer), True)
             if copied is None:
                 return None
             checksums[start : start + len(some)] = copied.checksums()
-            put = self._connection.call(m.Put(call.number, start), self._deadline_ms, list(buffer))
+            message = m.Put(call.number, start, shard)
+            put = self._connection.call(message, self._deadline_ms, list(buffer))
             if not isinstance(self._connection.wait(put), m.Done):
                 return None
         return CopiedBlocks(checksums)
 
     def _read(
-        self, positions: NDArray[np.int64], addresses: NDArray[np.uint64], verify: bool
+        self,
+        group: int,
+        positions: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        verify: bool,
     ) -> CopiedBlocks | None:
-        copied = self.sources.copy(self._group, positions, addresses, verify=verify)
+        copied = self.sources.copy(group, positions, addresses, verify=verify)
         if copied is None:
             self._connection.counters.fail("withdrawn")
         return copied

@@ -30,8 +30,8 @@ class Threads(Protocol):
 
 
 class FairLock:
-    """A fair, reentrant lock. A thread that waits for a reply takes the lock again and again; with a
-    plain lock no other thread might get hold of it meanwhile."""
+    """A fair, reentrant lock. A thread that waits for a reply takes the lock again and again; with
+    a plain lock no other thread might get hold of it meanwhile."""
 
     def __init__(self, threads: Threads = threading) -> None:
         self._threads = threads
@@ -39,6 +39,10 @@ class FairLock:
         self._next_in_line = threads.Lock()  # one thread waits for the lock, others for this
         self._owner = 0
         self._depth = 0
+
+    def __repr__(self) -> str:
+        is_waited_for = self._next_in_line.locked()
+        return f"FairLock(depth={self._depth}{', waited for' if is_waited_for else ''})"
 
     def __enter__(self) -> None:
         if self._owner == self._threads.get_ident():

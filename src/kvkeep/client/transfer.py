@@ -1,5 +1,5 @@
-"""Stores and loads that block, each up to a deadline, on either data plane: for a caller that waits.
-None raises for a server's fault."""
+"""Stores and loads that block, each up to a deadline, on either data plane: for a caller that
+waits. None raises for a server's fault."""
 
 from __future__ import annotations
 

@@ -29,9 +29,8 @@ from kvkeep.wire.tls import TlsFiles, client_context, handshake_problem
 _RETRY_S = 0.1  # a server that starts again is found within this time
 _PROVE_WITHIN_S = 2.0
 _MOST_REPLY_BYTES = 1 << 30
-_MOST_UNSENT_BYTES = (
-    16 << 20
-)  # for a server that does not read; deadlines end the calls that wait there
+# for a server that does not read; deadlines end the calls that wait there
+_MOST_UNSENT_BYTES = 16 << 20
 # How long to stay with a message that is larger than the kernel's buffers, and moves only while
 # both sides are there.
 _PATIENCE_S = 0.004
@@ -91,9 +90,8 @@ class StreamTransport:
                 "set tls_ca, tls_cert and tls_key (`kvkeep keygen` makes them)",
             )
         if tls is not None:
-            client_context(
-                tls
-            )  # what is wrong with the files is said now; they are read again for each connection
+            # what is wrong with the files is said now; they are read again for each connection
+            client_context(tls)
         self._ways: Iterator[Callable[[], socket.socket]] | None = None  # that are left to try
         self._resolver = _Resolver(self._tcp[0]) if self._tcp is not None else None
         self._stream: Stream | None = None
@@ -103,6 +101,12 @@ class StreamTransport:
         self._silent_ends = 0  # connections that the server ended without a word, in a row
         self._patience_s = _PATIENCE_S
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        if self._stream is None:
+            return "StreamTransport(no connection)"
+        family, unsent_bytes = self._stream.socket.family.name, self._stream.unsent_bytes
+        return f"StreamTransport({family}, unsent_bytes={unsent_bytes})"
 
     # -- a Transport
 
@@ -248,9 +252,8 @@ class StreamTransport:
     def _lose(self, stream: Stream) -> None:
         """An open connection has ended."""
         self._was_lost = True
-        if isinstance(
-            stream.error, ssl.SSLError
-        ):  # a server rejects a certificate after our side of the handshake
+        # a server rejects a certificate after our side of the handshake
+        if isinstance(stream.error, ssl.SSLError):
             self._refusal = handshake_problem(stream.error)
         elif not self._has_heard:
             self._note_silent_end(stream.first)

@@ -25,12 +25,17 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.loads import BlockingLoader, Load, QueuedLoad, take_together
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.rank_memory import GroupMemory, RankMemory, check_sizes, physical_fingerprint
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.rank_memory import (
+    GroupMemory,
+    RankMemory,
+    check_sizes,
+    physical_fingerprint_of_each,
+)
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.stores import DepartingStores, Store, evacuate, source_blocks
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
-from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.runs import BlockRuns, by_name, cut_heads
 from kvkeep.kv.shape import BlockShape
 
 log = logging.getLogger(__name__)
@@ -39,7 +44,6 @@ _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = 4
 _STORES_UNDER_WAY = 4
-_ALL = slice(None)
 
 
 class JobCounts(NamedTuple):
@@ -63,7 +67,7 @@ class WorkerAdapter:
         options: ClientOptions | None = None,
         connection: Connection | None = None,
     ) -> None:
-        if (given := strategy.kv_world_size) != (expected := shape.kv_world_size):
+        if (given := strategy.kv_shards) != (expected := shape.kv_shards):
             raise RequestError(
                 "bad_shards",
                 f"the strategy has {given} shards, the shape {expected}",
@@ -109,25 +113,32 @@ class WorkerAdapter:
         self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0
     ) -> None:
         """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do
-        not fit."""
-        self.register_groups([GroupMemory(BlockRuns.of(layers, block_dim))])
+        not fit. For a rank with several shards the last dim but one counts KV heads."""
+        count = self.strategy.shards_per_rank
+        each = [layers] if count == 1 else cut_heads(by_name(layers), -2, count)
+        self.register_groups([GroupMemory(BlockRuns.of(views, block_dim)) for views in each])
 
     def register_groups(self, groups: Sequence[GroupMemory]) -> None:
-        """The same for an engine whose layers form several groups."""
+        """The same for an engine whose layers form several groups. All shards of a group are
+        neighbours."""
         if self.is_registered:
             problem = "the tensors are registered already"
             raise RequestError(
                 "registered", problem, field="layers", hint="unregister_kv_caches comes first"
             )
-        first_shard = self.strategy.kv_rank * self.shape.pieces
-        check_sizes(groups, self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
+        pieces, count = self.shape.pieces, self.strategy.shards_per_rank
+        first_shard = self.strategy.shards.start * pieces
+        sizes = self.shape.shard_bytes[first_shard : first_shard + count * pieces]
+        check_sizes(groups, [size for piece in range(pieces) for size in sizes[piece::pieces]])
         if self.memory is not None:
             self._register_again(self.memory, groups)
             return
         copier = self.make_copier([group.runs for group in groups])
-        self.memory = RankMemory(self.connection, groups, first_shard, copier)
-        self._blocking = BlockingLoader(self.memory, self.strategy.rank, self._failed_inside)
-        self.connection.physical = (first_shard, physical_fingerprint(groups))
+        physical = physical_fingerprint_of_each(groups, count)
+        self.memory = RankMemory(self.connection, groups, first_shard, copier, count)
+        self._blocking = BlockingLoader(self.memory, self._failed_inside)
+        self.connection.physical = (first_shard, physical)
+        self.connection.further_shards = [shard * pieces for shard in self.strategy.shards[1:]]
         if self.connection.state != "down":
             # the server has not been told yet how the tensors lie in memory
             self.connection.start_over()
@@ -143,7 +154,8 @@ class WorkerAdapter:
     def _register_again(self, memory: RankMemory, groups: Sequence[GroupMemory]) -> None:
         if self._closing:
             raise RequestError("closed", "this adapter is closed", hint="make another")
-        if physical_fingerprint(groups) != self.connection.physical[1]:
+        physical = physical_fingerprint_of_each(groups, self.strategy.shards_per_rank)
+        if physical != self.connection.physical[1]:
             problem = "the tensors do not lie in memory as they did when they were first registered"
             raise RequestError(
                 "bad_layer", problem, field="layers", hint="close this adapter and make another"
@@ -235,7 +247,7 @@ class WorkerAdapter:
         self.drop_ahead()
         with self._wake:
             if not self._has_room(len(self._queued_loads)):
-                self._end_load(job, request.ids_of(_ALL))
+                self._end_load(job, request.outcome())
                 return
             assert self.memory is not None
             self._queued_loads.append(QueuedLoad(job, request, self.memory.copier.mark()))
@@ -255,18 +267,16 @@ class WorkerAdapter:
         if self._blocking is not None:
             self._blocking.drop()
 
-    def load_now(self, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
+    def load_now(self, request: LoadRequest, owner: Hashable = None) -> LoadOutcome:
         """Loads in the calling thread and waits, for an engine that has nothing else to do, when
         all other loads have ended. Copies leave no gaps for the engine's own until
         `set_engine_busy`."""
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
             if not self._has_room(0):
-                return Finished(
-                    self.strategy.rank, loaded=[job], failed={job: request.ids_of(_ALL)}
-                )
+                return request.outcome()
         assert self._blocking is not None
-        return self._blocking.load(job, request, owner)
+        return self._blocking.load(request, owner)
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: it is not known which). Stores that
@@ -290,7 +300,7 @@ class WorkerAdapter:
     def wait_for_load(self, seconds: float) -> None:
         """Waits until a load has ended, for an engine that has nothing else to do."""
         with self._wake:
-            self._wake.wait_for(lambda: self._finished.loaded or self._closing, seconds)
+            self._wake.wait_for(lambda: self._finished.loads or self._closing, seconds)
 
     def poll(self) -> Finished:
         """What has ended since the last call. Never blocks for longer than a lock is held."""
@@ -487,7 +497,7 @@ class WorkerAdapter:
     def _end_queued(self) -> None:
         """Ends jobs that have not begun, undone. With the lock held."""
         for load in self._queued_loads:
-            self._end_load(load.job, load.request.ids_of(_ALL))
+            self._end_load(load.job, load.request.outcome())
         for store in self._queued_stores:
             self._end_store(store.job)
         self._queued_loads.clear()
@@ -510,15 +520,14 @@ class WorkerAdapter:
     def _end_loads(self, loads: list[QueuedLoad], loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""
         with self._wake:
+            now_s = time.perf_counter()
             for number, (job, request, _) in enumerate(loads):
-                self._end_load(job, request.ids_of(_ALL if loaded is None else ~loaded[number]))
+                took_s = now_s - self._began_s.get(job, now_s)
+                in_place = None if loaded is None else loaded[number]
+                self._end_load(job, request.outcome(in_place, took_s))
 
-    def _end_load(self, job: Hashable, failed: list[int]) -> None:
+    def _end_load(self, job: Hashable, outcome: LoadOutcome) -> None:
         """With the lock held."""
-        self._finished.loaded.append(job)
-        began_s = self._began_s.pop(job, None)
-        if began_s is not None:
-            self._finished.seconds[job] = time.perf_counter() - began_s
-        if failed:
-            self._finished.failed[job] = failed
+        self._finished.loads[job] = outcome
+        self._began_s.pop(job, None)
         self._wake.notify_all()

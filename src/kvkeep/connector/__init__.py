@@ -5,6 +5,7 @@ planner.py        decides about lookups, loads and stores
 request_state.py  what is known of one request
 step.py           jobs that go to the workers with a step, and their results
 group_layout.py   what a hit needs of each kind of layer
+reports.py        what a request was served from, as the server is told
 cost_model.py     whether to load or to compute
 recoveries.py     the log of failed loads
 options.py        the options of a connector

@@ -14,12 +14,11 @@ that changes after `of` makes a problem, not another digest."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -51,8 +50,6 @@ MAX_CODE_FILES = 10_000
 MAX_CONFIG_BYTES = 16 << 20
 MAX_WAITING = 1024  # digests in one process that wait to be hashed
 
-log = logging.getLogger(__name__)
-
 
 class NoDigest(KVKeepError):
     """The checkpoint has no digest, for the reason that the message gives."""
@@ -62,9 +59,8 @@ class _File(NamedTuple):
     name: str  # relative to the checkpoint, the same for every copy
     path: str
     identity: FileIdentity
-    copy_of: str = (
-        ""  # the name of a file that it is meant to be a copy of; it counts only if it is not
-    )
+    # the name of a file that it is meant to be a copy of; it counts only if it is not
+    copy_of: str = ""
 
 
 class CheckpointDigest:
@@ -74,16 +70,13 @@ class CheckpointDigest:
     def __init__(
         self, about: tuple[str, str | None, bool, str | None, str | None], hashes: FileHashes
     ) -> None:
-        self.value: str | None = (
-            None  # hex digits; None while it is pending, and if there is a problem
-        )
+        # hex digits; None while it is pending, and if there is a problem
+        self.value: str | None = None
         self.problem = ""  # why there is no digest and will be none
         self._about = about
         self._hashes = hashes
         self._files: list[_File] = []
         self._settled = threading.Event()
-        self._lock = threading.Lock()
-        self._calls: list[Callable[[], None]] = []
 
     @classmethod
     def of(
@@ -134,15 +127,6 @@ class CheckpointDigest:
         `timeout_s`."""
         return self._settled.wait(timeout_s)
 
-    def when_known(self, call: Callable[[], None]) -> None:
-        """Calls that once, from the hashing thread, when there is a value or a problem; at once if
-        there is one."""
-        with self._lock:
-            if self.pending:
-                self._calls.append(call)
-                return
-        call()
-
     def is_current(self) -> bool:
         """Whether the files are, as far as stat says, still those that `of` found."""
         try:
@@ -174,15 +158,8 @@ class CheckpointDigest:
         ]
 
     def _settle(self, *, value: str | None = None, problem: str = "") -> None:
-        with self._lock:
-            self.value, self.problem = value, problem
-            self._settled.set()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            try:
-                call()
-            except Exception:  # guard: other digests wait for this thread
-                log.exception("kvkeep: telling of a checkpoint's digest failed")
+        self.value, self.problem = value, problem
+        self._settled.set()
 
 
 class _Hasher:
@@ -250,9 +227,8 @@ def _files_of(
 
 
 def _in_hub(model: str, revision: str | None, cache: str | None = None) -> str | None:
-    return snapshot_of(
-        model.partition(":")[0], revision, cache
-    )  # org/name:Q4_K_M names a file of org/name
+    # org/name:Q4_K_M names a file of org/name
+    return snapshot_of(model.partition(":")[0], revision, cache)
 
 
 def _is_weights(name: str) -> bool:
@@ -277,9 +253,8 @@ def _code_files(
     places = {"": directory}  # by what precedes the names of files: \0 is in no name
     own = None if os.path.isdir(model) else _in_hub(model, revision)
     if own is not None and os.path.realpath(own) != os.path.realpath(directory):
-        places["\0"] = (
-            own  # another revision of the code, or the weights alone are in `download_dir`
-        )
+        # another revision of the code, or the weights alone are in `download_dir`
+        places["\0"] = own
     for name in _repositories_of_code(directory):
         # One that is not here was not run either: the engine has another implementation of the
         # model.

@@ -2,7 +2,8 @@
 faster.
 
     a load       fixed + per block × (its blocks + those queued before it)
-    computing    per token × its tokens: the step for the prompt's last token runs in any case
+    computing    per token × its tokens: the step for the prompt's last token runs in any case;
+                 it delays the requests that load meanwhile as long
 
 Workers report how long each load took, from the moment it was handed over. The engine reports when
 steps begin and end. Estimates are medians of recent samples, so one compilation or pause among them
@@ -74,6 +75,12 @@ class CostModel:
         self._decodes: deque[float] = deque(maxlen=_STEPS)
         self._line: tuple[float, float] | None = None  # through `_took`; None: out of date
 
+    def __repr__(self) -> str:
+        return (
+            f"CostModel(steps={len(self._steps)}, loads={len(self._loads)},"
+            f" prefills={len(self._prefills)}, {self.figures()})"
+        )
+
     # -- decisions
 
     def is_too_little(self, blocks: int, tokens: int) -> bool:
@@ -95,16 +102,28 @@ class CostModel:
         return True
 
     def is_faster(self, blocks: int, tokens: int) -> bool:
-        """Whether a load that begins now is expected to end before the tokens would be computed.
+        """Whether a load that begins now is expected to cost less time than computing the tokens.
         True if too little is known, or nothing of loads of this length."""
-        computing_s = self._computing_s(tokens)
+        computing_s = self.computing_s(tokens)
         loading_s = self._loading_s(self._loading_blocks + blocks)
         if computing_s is None or loading_s is None or self.expected_s(blocks) is None:
             return True
-        # A request that loads in the background joins the step after the current one. That delays
-        # only this request, while computing its tokens would delay all requests of the step.
-        waits_s = self._step_s() if self._requests and not self._loads_in_step else 0.0
-        return loading_s < computing_s and waits_s < computing_s * (1 + self._requests)
+        if self._loads_in_step:
+            return loading_s < computing_s
+        # A load in the background delays only this request: by the loads before it, and because it
+        # joins the step after the current one. Computing its tokens delays all requests of that
+        # step, and those whose loads end while it runs.
+        waits_s = self._step_s() if self._requests else 0.0
+        is_worth_the_queue = loading_s < computing_s * (1 + len(self._loads))
+        return is_worth_the_queue and waits_s < computing_s * (1 + self._requests)
+
+    def most_wait_s(self, blocks: int, tokens: int) -> float | None:
+        """How long to wait at most for blocks that a tier brings up and that are loaded then: the
+        request must not take longer than with computing them. None: no limit, or not known."""
+        computing_s = None if self._always else self.computing_s(tokens)
+        if computing_s is None:
+            return None
+        return max(0.0, computing_s - (self._loading_s(self._loading_blocks + blocks) or 0.0))
 
     def expected_s(self, blocks: int) -> float | None:
         """How long a load of `blocks` blocks takes with no other under way; None if too little is
@@ -115,7 +134,7 @@ class CostModel:
     # -- measurements
 
     def begin_load(self, job: int, blocks: int, tokens: int) -> None:
-        self._loads[job] = _Load(blocks, self._loading_blocks, self._computing_s(tokens))
+        self._loads[job] = _Load(blocks, self._loading_blocks, self.computing_s(tokens))
         self._loading_blocks += blocks
         self._next_step_loads = True
         self._skipped = 0
@@ -182,14 +201,14 @@ class CostModel:
 
     def figures(self) -> dict[str, int]:
         """The current estimates, for logs and metrics. What is not known is left out."""
-        token_s = self._computing_s(1)
+        token_s = self.computing_s(1)
         found = {"prefill_tokens_per_s": round(1 / token_s)} if token_s else {}
         if len(self._took) >= LEAST_SAMPLES:
             fixed_s, block_s = self._load_line()
             found |= {"load_fixed_us": round(fixed_s * 1e6), "load_block_us": round(block_s * 1e6)}
         return found
 
-    def _computing_s(self, tokens: int) -> float | None:
+    def computing_s(self, tokens: int) -> float | None:
         """What `tokens` more tokens add to a step."""
         if len(self._prefills) < LEAST_SAMPLES:
             return None

@@ -5,6 +5,7 @@ for vLLM.
                                 ├──► load_mode                 auto, async or sync
                                 ├──► load_when                 faster or always
                                 ├──► load_failure_policy       recompute or fail
+                                ├──► tp_shards                 how many shards KV heads are cut into
                                 └──► revision, allow_untested  read by vLLM's connector alone
 
 Every refusal is a SettingsError that names the key and its value, and says what to write instead.
@@ -19,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from kvkeep.client.options import ClientOptions, replaced
+from kvkeep.client.options import ClientOptions, parse_patience, replaced
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
@@ -27,6 +28,7 @@ from kvkeep.wire.peers import parse_users
 
 LoadMode = Literal["auto", "async", "sync"]
 
+MAX_TP_SHARDS = 256
 POLICIES = ("recompute", "fail")
 
 _MODES: tuple[LoadMode, ...] = ("auto", "async", "sync")
@@ -41,6 +43,7 @@ _OWN = (
     "load",
     "load_when",
     "load_failure_policy",
+    "tp_shards",
     "revision",
     "allow_untested_vllm",
 )
@@ -53,9 +56,9 @@ _REPLACED = ("kvkeep.curve_key", "kvkeep.server_key")
 KNOWN_KEYS = [_PREFIX + name for name in (*_OWN, *_OPTIONS)]
 
 
-def client_options(extra: Mapping[str, Any]) -> ClientOptions:
+def client_options(extra: Mapping[str, Any], engine: str = "python") -> ClientOptions:
     """What the extra config says to the client. Refuses a bad value of any key of ours, whoever it
-    is that reads it."""
+    is that reads it. `engine` is the client's name unless the config has one."""
     for key in extra:
         if key in _REPLACED:
             raise replaced(
@@ -64,13 +67,14 @@ def client_options(extra: Mapping[str, Any]) -> ClientOptions:
             )
         if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
             raise unknown("kv_connector_extra_config", key, KNOWN_KEYS)
-    for check in (load_mode, load_when, load_failure_policy, revision, allow_untested):
+    for check in (load_mode, load_when, load_failure_policy, tp_shards, revision, allow_untested):
         check(extra)
     chosen = {
         name: _option(_PREFIX + name, extra[_PREFIX + name])
         for name in _OPTIONS
         if _PREFIX + name in extra
     }
+    chosen.setdefault("client", engine)
     address = _address(extra)
     return ClientOptions(**chosen) if address is None else ClientOptions(address=address, **chosen)
 
@@ -98,6 +102,15 @@ def load_failure_policy(extra: Mapping[str, Any]) -> str:
     policy = extra.get("kvkeep.load_failure_policy", "recompute")
     check_one_of("kvkeep.load_failure_policy", policy, POLICIES)
     return str(policy)
+
+
+def tp_shards(extra: Mapping[str, Any]) -> int | None:
+    """How many shards KV heads are cut into: the largest tensor-parallel size among engines that
+    share blocks. None: a shard for each rank."""
+    count = extra.get("kvkeep.tp_shards")
+    if count is not None and (type(count) is not int or not 1 <= count <= MAX_TP_SHARDS):
+        raise refusal("kvkeep.tp_shards", count, f"a whole number from 1 to {MAX_TP_SHARDS}")
+    return count
 
 
 def revision(extra: Mapping[str, Any]) -> str | None:
@@ -143,6 +156,8 @@ def unknown(where: str, key: object, known: list[str]) -> SettingsError:
 
 def _option(key: str, value: object) -> Any:
     """The value, if it is one for that option of the client."""
+    if key == "kvkeep.tier_patience":
+        parse_patience(value, key)
     match _OPTIONS[key.removeprefix(_PREFIX)]:
         case "tuple[int, ...]":
             return _users(key, value)
@@ -194,9 +209,8 @@ def _address(extra: Mapping[str, Any]) -> str | None:
 def _checked_address(address: object) -> str:
     try:
         text = parse_address(address if isinstance(address, str) else "")
-        if text.startswith(
-            "tcp://"
-        ):  # a server may listen on any host and port, a client cannot connect to them
+        # a server may listen on any host and port, a client cannot connect to them
+        if text.startswith("tcp://"):
             host, port = split_host(text.removeprefix("tcp://"))
             text = f"tcp://{_host('kvkeep.address', host)}:{_port('kvkeep.address', port)}"
     except (ValueError, SettingsError):

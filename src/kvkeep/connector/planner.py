@@ -13,6 +13,8 @@ raises because of a server, a network or a request's params. The rules:
   the engine's prefix cache.
 - Blocks that are computed faster than loaded are not loaded (cost_model.py). That is decided once,
   when the answer is there; a request of which one small block is missing does not wait for it.
+- Blocks that the server brings up from a tier are waited for while patience lasts (tier_patience),
+  and never longer than computing them takes.
 - A request whose load failed is not offered a hit again, so it cannot fail for ever.
 - Only blocks that are computed and verified are stored, generated tokens included. Blocks that the
   server has are not stored again.
@@ -31,12 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Lookup
+from kvkeep.client.scheduler import OUTAGE, Answer, Lookup
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.recoveries import Recoveries
+from kvkeep.connector.reports import RequestReports
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
+from kvkeep.kv import outcomes
 from kvkeep.kv.keys import KEY_BYTES
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one group, or a row for each part of a block
@@ -72,6 +76,7 @@ class CachePlanner:
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
         self._stores_after: dict[int, StoreRequest] = {}
+        self._reports = RequestReports(self.costs, layout.block_tokens)
         self._recoveries = Recoveries(load_failure_policy, layout.block_tokens)
 
     @property
@@ -100,6 +105,8 @@ class CachePlanner:
     def arrive(self, state: RequestState, local_blocks: int = 0) -> None:
         """A request has come, with the keys of its full blocks. Asks the server at once for those
         after the first `local_blocks`, which the engine has."""
+        if state.hints.prefetch and state.tenant:
+            self._cache.prefetch(state.salt, bytes(state.keys))
         if state.reads:
             self.counts["lookups"] += 1
             if local_blocks < state.num_blocks:
@@ -114,6 +121,7 @@ class CachePlanner:
             return 0
         most = limit_blocks - local_blocks
         if self.costs.is_too_little(most, most * self._layout.block_tokens):
+            state.settle(local_blocks, limit_blocks, outcomes.NOT_WORTH)
             return 0
         if state.loads or self._is_being_loaded(state, local_blocks):
             return None
@@ -128,12 +136,18 @@ class CachePlanner:
         if answer is None:
             # With several groups the answer also says which local blocks need no store.
             may_start = self._layout.whole or not local_blocks
-            return 0 if may_start and self._cache.lacks(state.key(local_blocks)) else None
+            if not (may_start and self._cache.lacks(state.key(local_blocks))):
+                return None
+            state.lack(local_blocks)
+            return 0
         if answer.failure and answer is not known:
             self.counts["lookup_failures"] += 1
+        if answer.coming and self._waits_for_tier(state, answer, local_blocks, limit_blocks):
+            return None
         usable = self._layout.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
         # Blocks that lack a part are computed, and stored again with the parts they have here.
         state.stored = max(state.stored, answer.blocks if self._layout.whole else usable)
+        _settle(state, answer, local_blocks, usable)
         return usable - local_blocks if self._is_worth_loading(state, local_blocks, usable) else 0
 
     def wait(self, state: RequestState, milliseconds: int) -> None:
@@ -148,6 +162,21 @@ class CachePlanner:
         state.lookup = self._cache.lookup(state.salt, bytes(state.keys), skip)
         return state.lookup
 
+    def _waits_for_tier(
+        self, state: RequestState, answer: Answer, local_blocks: int, limit_blocks: int
+    ) -> bool:
+        """Whether the request waits for blocks that are coming from a tier.
+
+        |0 … local_blocks|… answer.blocks|… + coming|… limit_blocks
+        """
+        blocks = min(answer.blocks + answer.coming, limit_blocks)
+        blocks -= max(answer.blocks, local_blocks)
+        if blocks <= 0 or state.hints.prefetch or state.lookup is None:
+            return False
+        most_s = self.costs.most_wait_s(blocks, blocks * self._layout.block_tokens)
+        most_ms = None if most_s is None else most_s * 1000
+        return self._cache.wait_for_tier(state.lookup, most_ms)
+
     def _is_worth_loading(self, state: RequestState, local_blocks: int, usable: int) -> bool:
         """Whether blocks local_blocks..usable-1 are loaded. If not, the lease is released: the
         server has these blocks, and they are computed."""
@@ -159,6 +188,7 @@ class CachePlanner:
             state.accepted_after, state.declined_after, state.skipped = local_blocks, None, 0
             return True
         self._release(state)
+        state.settle(local_blocks, usable, outcomes.NOT_WORTH)
         state.declined_after, state.skipped = local_blocks, extra
         self.counts.update(skipped_loads=1, skipped_tokens=tokens)
         return False
@@ -173,7 +203,7 @@ class CachePlanner:
     def prepare_load(self, state: RequestState, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the first `local_blocks` into these, beginning with the next
         step."""
-        state.hold(local_blocks)
+        state.hold_local(local_blocks)
         table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
         load = state.load_request(local_blocks, table)
         job = self._new_job(state, local_blocks, table, is_load=True)
@@ -271,6 +301,8 @@ class CachePlanner:
             # Now, and not when its stores end: an idle engine makes no step that would tell of it.
             self._release(state)
         self._finish_conversation(state)
+        if state.tenant:
+            self._cache.report(self._reports.of(state), state.lacked_by)
         return state.hints.reply(state.loaded * self._layout.block_tokens)
 
     def close(self) -> None:
@@ -323,25 +355,20 @@ class CachePlanner:
         """Takes in what workers report. Jobs that are not known are ignored."""
         completed = Completed()
         for report in reports:
-            for number, block_ids in report.failed.items():
+            for number in (*report.loads, *report.stored):
                 job = self._jobs.get(number)  # type: ignore[call-overload]
-                if job is not None:
-                    job.failed.update(block_ids)
-                    completed.invalid_block_ids.update(block_ids)
-                    job.request.reads = False
-            for number in report.incomplete:
-                job = self._jobs.get(number)  # type: ignore[call-overload]
-                if job is not None:
-                    job.incomplete = True
-            for number in (*report.loaded, *report.stored):
-                job = self._jobs.get(number)  # type: ignore[call-overload]
-                if job is not None:
-                    job.reports.add(report.rank)
-                    if number in report.seconds:
-                        job.took_s = max(job.took_s or 0.0, report.seconds[number])
-                    if len(job.reports) == self._world_size:
-                        self._end_job(job)
-                        (completed.loads if job.is_load else completed.stores).append(job)
+                if job is None:
+                    continue
+                outcome = report.loads.get(number)
+                if outcome is not None:
+                    job.outcome = job.outcome.joined(outcome)
+                    completed.invalid_block_ids |= outcome.failed
+                    job.request.reads &= not outcome.failed
+                job.incomplete |= number in report.incomplete
+                job.reports.add(report.rank)
+                if len(job.reports) == self._world_size:
+                    self._end_job(job)
+                    (completed.loads if job.is_load else completed.stores).append(job)
         self._recoveries.tell(more_to_come=bool(self._loading))
         return completed
 
@@ -373,7 +400,10 @@ class CachePlanner:
         state, good = job.request, job.good_blocks()
         del self._loading[job.number]
         state.loads -= 1
-        self.costs.end_load(job.number, None if job.failed else job.took_s)
+        self.costs.end_load(job.number, None if job.outcome.failed else job.outcome.seconds)
+        if state.load_s is not None and good:
+            seconds = job.outcome.seconds
+            state.load_s = None if seconds is None else state.load_s + seconds
         state.count_loaded(job.first_block + good)
         if good < job.blocks:
             if not state.finished:
@@ -395,6 +425,25 @@ class CachePlanner:
             # before it, so all are offered again; it does not store a block twice.
             state.stored = 0
             state.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER
+
+
+def _settle(state: RequestState, answer: Answer, local_blocks: int, usable: int) -> None:
+    """Notes what becomes of the prompt after the first `local_blocks` blocks, by the answer. Blocks
+    that are to be loaded count as failed until their load has ended well.
+
+    |0 … local_blocks|… usable|… answer.blocks|… + late|… prompt_blocks
+                      to load  incomplete      too late  lacked
+    """
+    if answer.failure:
+        outcome = outcomes.UNREACHABLE if answer.failure in OUTAGE else outcomes.REFUSED
+        state.settle(local_blocks, state.prompt_blocks, outcome)
+        return
+    late = answer.blocks + max(answer.coming, answer.late)
+    state.settle(local_blocks, usable, outcomes.LOAD_FAILED)
+    state.settle(max(local_blocks, usable), answer.blocks, outcomes.INCOMPLETE)
+    state.settle(max(local_blocks, answer.blocks), late, outcomes.TOO_LATE)
+    if late < state.prompt_blocks:
+        state.lack(max(local_blocks, late))
 
 
 class _Readers:

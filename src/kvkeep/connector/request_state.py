@@ -14,22 +14,30 @@ not count if
 - its load failed, so that it was computed;
 - it holds generated tokens, or the last token of the prompt, which is always computed.
 
-Without failures that is `max(0, external hits - local hits)` blocks."""
+Without failures that is `max(0, external hits - local hits)` blocks.
+
+Every full block before the prompt's last token has one outcome (kvkeep.kv.outcomes): it was in
+the engine's own cache, was loaded, or was computed for a reason. A block that the request had at
+some time keeps its outcome."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.calls import Call
 from kvkeep.client.hints import Hints
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.errors import RequestError
+from kvkeep.kv import outcomes
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.wire.messages import MAX_LOOKUPS
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +55,11 @@ class RequestState:
     retry_from      a store was incomplete: all blocks are offered again once this many are computed
     held            leading blocks that the request has had at some time: found, loaded or computed
     loaded          prompt blocks that it had from the server before it had them otherwise
+    outcomes        the outcome of each of its prompt blocks, by number
+    lacked_by       the first lookups whose answers lacked some of its blocks
+    load_s          how long its loads took; None: one of them was not measured
+    prompt_tokens, tokens, adapter
+                    of the prompt, for reports: its length, its tokens, the name of its adapter
     accepted_after  a load of what follows this many blocks was decided on
     declined_after  a load of what follows this many blocks was decided against
     skipped         blocks that the server has and that are computed for that reason
@@ -70,9 +83,16 @@ class RequestState:
     jobs: int = 0  # loads and stores that workers have not reported yet
     loads: int = 0  # of those; they read under the lease of `lookup`
     finished: bool = False
+    lacked_by: list[Call] = field(default_factory=list)
+    load_s: float | None = 0.0
+    prompt_tokens: int = 0
+    tokens: Sequence[int] = ()
+    adapter: str = ""
     tenant: str = field(init=False)  # "" if the salt is invalid
+    outcomes: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
+        self.outcomes = bytearray(self.prompt_blocks)
         try:
             self.tenant = tenant_of(self.salt)
         except RequestError as error:
@@ -122,8 +142,27 @@ class RequestState:
         of these blocks after a preemption counts as nothing given."""
         self.held = max(self.held, blocks)
 
+    def hold_local(self, blocks: int) -> None:
+        """The request begins, and the engine's own cache has its first `blocks` blocks."""
+        self.settle(0, blocks, outcomes.LOCAL)
+        self.hold(blocks)
+
     def count_loaded(self, stop: int) -> None:
         """The request has its blocks before `stop`; those that it did not have came from the
         server."""
         self.loaded += max(0, min(stop, self.prompt_blocks) - self.held)
+        self.settle(0, stop, outcomes.LOADED)
         self.hold(stop)
+
+    def settle(self, start: int, stop: int, outcome: int) -> None:
+        """Notes the outcome of blocks start..stop-1, but for those that the request had before."""
+        start, stop = max(start, self.held), min(stop, self.prompt_blocks)
+        if start < stop:
+            self.outcomes[start:stop] = bytes((outcome,)) * (stop - start)
+
+    def lack(self, start: int) -> None:
+        """The server lacks the blocks from `start` on, by its answer to the lookup."""
+        self.settle(start, self.prompt_blocks, outcomes.LACKED)
+        lookup, most = self.lookup, MAX_LOOKUPS
+        if lookup is not None and lookup.call not in self.lacked_by and len(self.lacked_by) < most:
+            self.lacked_by.append(lookup.call)

@@ -10,9 +10,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.calls import Call
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.connector.request_state import RequestState
+from kvkeep.wire.messages import RequestReport
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,8 @@ class Job:
     blocks       how many of the request's; with several groups each is several engine blocks
     whole        the leading blocks of a load are of use when a later one has failed
     reports      the ranks that have reported it
-    failed       engine blocks that some rank could not load
+    outcome      what came of a load on the ranks that have reported it
     incomplete   some rank left out a part of a store
-    took_s       the time of a load on the slowest rank that measured it
     """
 
     number: int
@@ -58,9 +59,8 @@ class Job:
     blocks: int = 0
     whole: bool = True
     reports: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
+    outcome: LoadOutcome = field(default_factory=LoadOutcome)
     incomplete: bool = False
-    took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.blocks = self.blocks or len(self.block_ids)
@@ -77,13 +77,12 @@ class Job:
     def good_blocks(self) -> int:
         """How many leading blocks every rank has loaded. Those after a bad one do not count: they
         are computed again."""
-        if not self.failed:
+        failed = self.outcome.failed
+        if not failed:
             return self.blocks
         if not self.whole:
             return 0
-        return next(
-            (at for at, block in enumerate(self.block_ids) if block in self.failed), self.blocks
-        )
+        return next((at for at, block in enumerate(self.block_ids) if block in failed), self.blocks)
 
 
 class LookupSide(Protocol):
@@ -95,7 +94,10 @@ class LookupSide(Protocol):
     def lacks(self, key: bytes) -> bool: ...
     def wait(self, lookup: Lookup, milliseconds: int) -> None: ...
     def release(self, lookup: Lookup, loaded_tokens: int = 0) -> None: ...
+    def wait_for_tier(self, lookup: Lookup, most_ms: float | None = None) -> bool: ...
+    def prefetch(self, salt: str | None, keys: bytes) -> None: ...
     def finish_conversation(self, salt: str | None, last_key: bytes) -> None: ...
+    def report(self, report: RequestReport, lacked_by: Sequence[Call]) -> None: ...
     def close(self) -> None: ...
 
 

@@ -10,7 +10,7 @@ from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.cost_model import LoadWhen
-from kvkeep.connector.options import client_options, load_when
+from kvkeep.connector.options import client_options, load_when, tp_shards
 from kvkeep.connector.step import LookupSide, TransferSide
 from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig
 from kvkeep.errors import SettingsError
@@ -18,12 +18,15 @@ from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.embedded import EmbeddedServer
 
+ENGINE = "reference"  # the name of sessions of this engine
+
 
 class CacheBackend(Protocol):
     """Makes the scheduler's and the workers' side of a cache for one engine; `load_when` says which
-    hits the engine loads."""
+    hits the engine loads, `tp_shards` how many shards it cuts KV heads into."""
 
     load_when: LoadWhen
+    tp_shards: int | None
 
     def lookup_side(self, shape: BlockShape) -> LookupSide: ...
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide: ...
@@ -39,10 +42,14 @@ class ServerBackend:
     miss. `connections` are those of all open sides."""
 
     def __init__(
-        self, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
+        self,
+        options: ClientOptions | None = None,
+        load_when: LoadWhen = "faster",
+        tp_shards: int | None = None,
     ) -> None:
         self.load_when = load_when
-        self._options = options or ClientOptions()
+        self.tp_shards = tp_shards
+        self._options = options or ClientOptions(client=ENGINE)
         self.connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
@@ -69,8 +76,9 @@ class NativeBackend:
         self, nbytes: int, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
     ) -> None:
         self.load_when = load_when
+        self.tp_shards: int | None = None  # no engine of another size sees it
         self.server = EmbeddedServer(nbytes)
-        self._options = options or ClientOptions()
+        self._options = options or ClientOptions(client=ENGINE)
         self.connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
@@ -99,10 +107,13 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
     if config.kv_connector == NATIVE:
         nbytes = extra.get(CPU_BYTES)
         if type(nbytes) is not int or nbytes < 1:
-            problem = f"{CPU_BYTES} in kv_connector_extra_config must be a number of bytes, not {nbytes!r}"
-            raise SettingsError(problem, "set it, or set kv_offloading_size instead")
-        return NativeBackend(nbytes, client_options(extra), load_when(extra))
-    return ServerBackend(client_options(extra), load_when(extra))
+            raise SettingsError(
+                f"{CPU_BYTES} in kv_connector_extra_config must be a number of bytes, not"
+                f" {nbytes!r}",
+                "set it, or set kv_offloading_size instead",
+            )
+        return NativeBackend(nbytes, client_options(extra, ENGINE), load_when(extra))
+    return ServerBackend(client_options(extra, ENGINE), load_when(extra), tp_shards(extra))
 
 
 def _wait_until_up(connections: list[Connection]) -> None:

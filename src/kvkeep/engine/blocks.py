@@ -2,7 +2,8 @@
 ask for again.
 
     held (refs > 0)       requests and loads under way; one block may have several holders
-    free, with a key      still holds a prefix: given back to whoever asks for it, evicted when room is needed
+    free, with a key      still holds a prefix: given to a request that asks for it, evicted when
+                          room is needed
     free, without         holds nothing
     block 0               never handed out: padding may point to it
 

@@ -13,15 +13,15 @@ class EngineConfig:
     """The defaults serve a small model on a laptop.
 
     block_tokens              tokens per KV block
-    num_blocks                blocks in the engine's own KV memory, block 0 included, which is reserved
+    num_blocks                blocks in the engine's own KV memory, with block 0, which is reserved
     max_num_batched_tokens    tokens that one step computes at most, over all requests
     max_num_seqs              requests that run at the same time at most
     enable_chunked_prefill    a prompt that does not fit into one step is computed over several
     enable_prefix_caching     blocks of finished requests are found again by later ones
     tensor_parallel_size      ranks that share each layer's heads
     pipeline_parallel_size    groups of ranks that share the layers
-    sync_loads                load from the external cache inside the step, instead of in the background
-    kv_load_failure_policy    "recompute": a failed load is computed instead; "fail": it ends the request
+    sync_loads                load from the external cache inside the step, not in the background
+    kv_load_failure_policy    "recompute": what failed to load is computed; "fail": the request ends
     """
 
     block_tokens: int = 16
@@ -82,7 +82,8 @@ class EngineConfig:
         )
         raise RequestError(
             "too_long",
-            f"{prompt_tokens} prompt tokens and {max_tokens} to generate, but a request has {self.max_tokens} at most",
+            f"{prompt_tokens} prompt tokens and {max_tokens} to generate, but a request has"
+            f" {self.max_tokens} at most",
             field="prompt",
             hint=remedy,
         )

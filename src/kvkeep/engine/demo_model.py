@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.engine.llm import LLM
 from kvkeep.engine.models.gqa import GQAModel
@@ -50,13 +50,21 @@ def demo_model(settings: ModelSettings = MODEL) -> Model:
     return GQAModel(settings, random_weights(settings, seed=0, dtype=torch.float64), "demo")
 
 
-def make_llm(model: Model, address: str | None, num_blocks: int, *, prefix_caching: bool) -> LLM:
-    """An engine with a server behind it, or without: then `address` is None."""
+def make_llm(
+    model: Model,
+    address: str | None,
+    num_blocks: int,
+    *,
+    prefix_caching: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> LLM:
+    """An engine with a server behind it, or without: then `address` is None. `extra` are options of
+    the connector."""
     cache = None
     if address is not None:
         cache = {
             "kv_connector": "KVKeepConnector",
-            "kv_connector_extra_config": {"kvkeep.address": address},
+            "kv_connector_extra_config": {"kvkeep.address": address, **(extra or {})},
         }
     return LLM(
         model,

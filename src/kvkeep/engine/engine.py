@@ -46,12 +46,10 @@ class Engine:
             planner = CachePlanner(cache, layout, self.config.world_size, costs, policy)
             backend.connect()
         self.scheduler = Scheduler(self.config, planner)
-        self.waits = (
-            False  # whether the last step computed nothing: everybody waits for a lookup or a load
-        )
-        self._is_torn = (
-            False  # a step has failed, and what follows from that was not done to the end
-        )
+        # whether the last step computed nothing: everybody waits for a lookup or a load
+        self.waits = False
+        # a step has failed, and what follows from that was not done to the end
+        self._is_torn = False
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
 
@@ -132,9 +130,8 @@ class Engine:
             raise
         self.waits = not step.segments
         for request in self.scheduler.finished:
-            if (
-                self._requests.get(request.id) is request
-            ):  # its id may be somebody else's after an abort
+            # its id may be somebody else's after an abort
+            if self._requests.get(request.id) is request:
                 del self._requests[request.id]
         return self.scheduler.take_finished()
 

@@ -1,6 +1,6 @@
 """The door for users: a model, prompts, answers.
 
-    llm = LLM("path/to/checkpoint", kv_offloading_size=4)      # kvkeep serve runs somewhere; it need not
+    llm = LLM("path/to/checkpoint", kv_offloading_size=4)      # `kvkeep serve` may run, or not
     [answer] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
     answer.token_ids, answer.metrics.ttft_ms, answer.metrics.external_cached_tokens
 
@@ -51,7 +51,7 @@ class Prompt:
 
     salt                 whose it is: only requests with the same one share blocks
     priority             lower ones are served first
-    kv_transfer_params   what it says to the cache, and wants to hear from it (docs/reference/engine.md)
+    kv_transfer_params   hints to the cache, and what the answer tells (docs/engine.md)
     """
 
     tokens: Sequence[int]
@@ -103,7 +103,8 @@ class LLM:
         transfer = self.kv_transfer_config or KVTransferConfig()
         if transfer.kv_connector is None and transfer.kv_connector_extra_config:
             log.warning(
-                "kvkeep: no external cache is used: set kv_offloading_size, or kv_connector in kv_transfer_config"
+                "kvkeep: no external cache is used: set kv_offloading_size, or kv_connector in"
+                " kv_transfer_config"
             )
         extra = transfer.kv_connector_extra_config
         config = EngineConfig(
@@ -121,7 +122,10 @@ class LLM:
             )
         kind = _device_type(device)
         if kind not in ("cpu", "cuda") and transfer.kv_connector is not None:
-            hint = "leave kv_offloading_size and kv_transfer_config out, or compute on a CPU or an NVIDIA GPU"
+            hint = (
+                "leave kv_offloading_size and kv_transfer_config out, or compute on a CPU or an"
+                " NVIDIA GPU"
+            )
             raise SettingsError(f"blocks on {device} cannot be offloaded", hint)
         if kind == "cuda" and not torch.cuda.is_available():
             raise SettingsError(

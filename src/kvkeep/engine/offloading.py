@@ -1,9 +1,8 @@
 """What a user says about KV offloading, as plain data: the names vLLM's users know, checked once.
 
-    kv_offloading_size, kv_offloading_backend ──┐
-                                                ├── resolve ──► KVTransferConfig ──►
-                                                connector/options.py
-    kv_transfer_config ─────────────────────────┘
+    kv_offloading_size, kv_offloading_backend ─┐
+                                               ├─ resolve ─► KVTransferConfig
+    kv_transfer_config ────────────────────────┘             └─► connector/options.py
 
 Every refusal is a SettingsError that names the key and its value, and says what to write instead.
 """
@@ -65,9 +64,8 @@ class KVTransferConfig:
         extra = self.kv_connector_extra_config
         if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
             raise refusal("kv_connector_extra_config", extra, "an object with names as keys")
-        object.__setattr__(
-            self, "kv_connector_extra_config", dict(extra)
-        )  # ours: what was given may change
+        # ours: what was given may change
+        object.__setattr__(self, "kv_connector_extra_config", dict(extra))
 
     @classmethod
     def of(
@@ -117,8 +115,8 @@ def resolve(
     config, connector = given or KVTransferConfig(), _CONNECTORS[kv_offloading_backend]
     if config.kv_connector not in (None, connector):
         raise SettingsError(
-            f"kv_offloading_size with kv_offloading_backend = {kv_offloading_backend!r} asks for {connector}, "
-            f"kv_transfer_config for {config.kv_connector}: they contradict each other",
+            f"kv_offloading_size with kv_offloading_backend = {kv_offloading_backend!r} asks for"
+            f" {connector}, kv_transfer_config for {config.kv_connector}: they contradict each other",
             "leave one of them out",
         )
     extra = config.kv_connector_extra_config

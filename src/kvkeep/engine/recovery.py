@@ -1,7 +1,7 @@
 """What happens when a load failed: which requests go back, and how far.
 
-    blocks of a request   |0|1|2|3|4|5|6|          loaded or found: 0 to 5, of which 3 failed; in this step 6 was
-    computed counts as computed    ──────► 3 * block_tokens
+    blocks of a request   |0|1|2|3|4|5|6|     0 to 5 were loaded or found, and 3 has failed;
+    counts as computed     ─────►             6 was computed in this step: 3 * block_tokens are left
 
 What was really computed before this step is `num_computed_tokens -
 num_scheduled_tokens.get(request_id, 0)`, whether the load was synchronous (the request ran in this

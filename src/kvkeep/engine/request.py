@@ -37,9 +37,8 @@ class RequestMetrics:
     finished_s: float | None = None
     local_cached_tokens: int = 0  # of its first admission: later ones find its own blocks
     external_cached_tokens: int = 0  # really loaded and used
-    skipped_tokens: int = (
-        0  # that the external cache had, and that are computed because a load would take longer
-    )
+    # that the external cache had, and that are computed because a load would take longer
+    skipped_tokens: int = 0
     failed_loads: int = 0
     preemptions: int = 0
 
@@ -82,7 +81,15 @@ class Request:
         self.chain.extend(self.tokens)
         hints = Hints.of(self.kv_transfer_params)
         keys = bytearray(self.chain.keys())
-        self.cached = RequestState(self.id, self.salt, hints, keys, len(self.chain))
+        self.cached = RequestState(
+            self.id,
+            self.salt,
+            hints,
+            keys,
+            max(0, self.prompt_tokens - 1) // self.chain.block_tokens,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,13 +1,16 @@
 """Decides, step by step, which tokens of which requests are computed, and what becomes of the
 outcome.
 
-    schedule()            running requests go on, then waiting ones are admitted, within a budget of tokens
+    schedule()            running requests go on, then waiting ones are admitted, within a budget of
+                          tokens
         a waiting request first takes what the prefix cache has, then what the external cache has
         beyond it, where that is loaded sooner than computed:
-          asynchronously   it waits, LOADING, while others run; then it is admitted with its prefix computed
+          asynchronously   it waits, LOADING, while others run; then it is admitted with its prefix
+                           computed
           synchronously    its prefix is loaded inside the step that also computes the rest
     the workers run the step
-    update_from_output()  failed loads set requests back (recovery.py), sampled tokens are taken, full blocks are stored
+    update_from_output()  failed loads set requests back (recovery.py), sampled tokens are taken,
+                          full blocks are stored
 
 Counting: `num_computed_tokens` advances when a step is scheduled, so that the next one could be
 scheduled at once. Blocks that a step will fill are remembered in the prefix cache at the same
@@ -42,9 +45,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._rebuilding = Rebuilding()
         self._next_number = 0
-        self._given: set[int] = (
-            set()
-        )  # blocks that workers have yet to hear of: steps may write into them
+        # blocks that workers have yet to hear of: steps may write into them
+        self._given: set[int] = set()
         self.finished: list[Request] = []  # that nobody has taken yet
 
     # -- requests come and go
@@ -164,13 +166,12 @@ class Scheduler:
         fits = count <= budget or self.config.enable_chunked_prefill
         count = min(count, budget)
         if not fits or not self._grow(request, request.num_computed_tokens + count):
-            if (
-                len(request.block_ids) == request.local_blocks
-            ):  # it can find these again; a load would be lost
+            # it can find these again; a load would be lost
+            if len(request.block_ids) == request.local_blocks:
                 self._drop_blocks(request)
             return None
         if self.planner is not None:
-            request.cached.hold(request.local_blocks)
+            request.cached.hold_local(request.local_blocks)
             self.planner.start_without_load(request.cached)
         self._leave_queue(request)
         request.status = Status.RUNNING
@@ -204,9 +205,8 @@ class Scheduler:
         if self.planner is None or not extra:
             return True
         request.load = self.planner.prepare_load(request.cached, len(local), taken)
-        self.pool.share(
-            taken
-        )  # the job's own hold: an abort must not free what is still being written
+        # the job's own hold: an abort must not free what is still being written
+        self.pool.share(taken)
         if self.config.sync_loads:
             return True
         self._leave_queue(request)
@@ -304,9 +304,8 @@ class Scheduler:
     def _set_back(self, affected: Affected) -> None:
         request = affected.request
         request.remembered_blocks = min(request.remembered_blocks, affected.first_bad)
-        if (
-            request.status is Status.WAITING
-        ):  # it had no room in this step; what is good of its load, it finds again
+        # it had no room in this step; what is good of its load, it finds again
+        if request.status is Status.WAITING:
             self._drop_blocks(request)
 
     def _end_load(self, job: Job) -> None:
@@ -332,18 +331,16 @@ class Scheduler:
     def _take_token(self, request: Request, token: int) -> None:
         self._rebuilding.progress(request, self.config.block_tokens)
         reason = ""
-        if (
-            request.num_computed_tokens == request.num_tokens
-        ):  # else its prompt is not computed to the end yet
+        # else its prompt is not computed to the end yet
+        if request.num_computed_tokens == request.num_tokens:
             if request.metrics.first_token_s is None:
                 request.metrics.first_token_s = time.monotonic()
             request.append(token)
             # All keys that are missing: the last step may have failed here.
             request.cached.keys += request.chain.keys(request.cached.num_blocks)
             reason = request.stop_reason()
-        is_prompt = (
-            request.num_computed_tokens <= request.prompt_tokens
-        )  # somebody else may have the same
+        # somebody else may have the same
+        is_prompt = request.num_computed_tokens <= request.prompt_tokens
         self._store(request, at_once=is_prompt or bool(reason))
         if reason:
             self._finish(request, reason)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.connector.step import Job, StepMetadata, TransferSide, begin
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
@@ -50,35 +50,29 @@ class _Side:
         try:
             begin_jobs()
         except Exception:
-            # guard: an interrupt may come when it has begun, and blocks that are read or written
-            # then
-            self._under_way.difference_update(
-                jobs
-            )  # must not be anybody else's; other errors come before that
+            # guard: after an interrupt the jobs may have begun, so their blocks must not be given
+            # to others; every other error comes before a job begins
+            self._under_way.difference_update(jobs)
             raise
 
     def poll(self) -> None:
         finished, report = self._cache.poll(), self.report
         report.stored.update(finished.stored)
         report.incomplete.extend(finished.incomplete)
-        report.loaded.extend(finished.loaded)
-        report.seconds.update(finished.seconds)
-        for job, block_ids in finished.failed.items():
-            report.failed.setdefault(job, []).extend(block_ids)
-        self._under_way.difference_update(finished.stored, finished.loaded)
+        report.loads.update(finished.loads)
+        self._under_way.difference_update(finished.stored, finished.loads)
 
     def give_up(self, job: Job) -> None:
         """Reports a job as undone that has not begun here."""
         report, number = self.report, job.number
         if (
             number in self._under_way
-            or number in (*report.loaded, *report.stored)
+            or number in (*report.loads, *report.stored)
             or report.rank in job.reports
         ):
             return
         if job.is_load:
-            report.failed[number] = list(job.block_ids)
-            report.loaded.append(number)
+            report.loads[number] = LoadOutcome(frozenset(job.block_ids))
         else:
             report.incomplete.append(number)
             report.stored[number] = 0
@@ -87,11 +81,12 @@ class _Side:
 def shape_of(model: Model, ranks: Sequence[Rank], num_blocks: int, block_tokens: int) -> BlockShape:
     """What a model's blocks are, and how these ranks, each with KV for `num_blocks`, divide
     them."""
-    shard_bytes = {
-        rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // num_blocks
-        for rank in ranks
-    }
-    sizes = tuple(shard_bytes[kv_rank] for kv_rank in sorted(shard_bytes))
+    shard_bytes = {}
+    for rank in ranks:
+        nbytes = sum(kv.nbytes for kv in rank.kv.values()) // num_blocks
+        shards = rank.strategy.shards
+        shard_bytes.update(dict.fromkeys(shards, nbytes // len(shards)))
+    sizes = tuple(shard_bytes[shard] for shard in sorted(shard_bytes))
     return BlockShape(model.identity(block_tokens), sizes, cut=ranks[0].strategy.cut)
 
 
@@ -104,7 +99,11 @@ class Workers:
         self.model = model
         self._config = config
         tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-        strategies = [model.strategy(tp_size, pp_size, rank) for rank in range(config.world_size)]
+        tp_shards = None if backend is None else backend.tp_shards
+        strategies = [
+            model.strategy(tp_size, pp_size, rank).cut_into(tp_shards, model.num_kv_heads)
+            for rank in range(config.world_size)
+        ]
         try:
             self.ranks = [
                 Rank(strategy, model.allocate_kv(strategy, config.num_blocks, config.block_tokens))
@@ -133,12 +132,7 @@ class Workers:
             begin(step.metadata, side)
         if self._config.sync_loads:
             self._wait_for_loads(step.metadata)
-        bad = {
-            block
-            for side in self._sides
-            for block_ids in side.report.failed.values()
-            for block in block_ids
-        }
+        bad = {block for side in self._sides for block in side.report.failed_blocks}
         tokens = self._compute(step, bad)
         self._poll()
         return StepOutput(tokens, [side.report for side in self._sides])
@@ -180,7 +174,7 @@ class Workers:
 
     def _wait_for_loads(self, metadata: StepMetadata) -> None:
         """Workers report every load, sooner or later: each has its deadlines."""
-        while any(not metadata.loads.keys() <= set(side.report.loaded) for side in self._sides):
+        while any(not metadata.loads.keys() <= side.report.loads.keys() for side in self._sides):
             self._poll()
             time.sleep(_SYNC_LOAD_POLL_S)
 

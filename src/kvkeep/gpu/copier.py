@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvkeep.errors import DeviceError, RequestError
-from kvkeep.gpu.driver import Cuda, Gate
+from kvkeep.gpu.driver import Cuda, Gate, Rows
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.loads import Fetched, LoadCopy, LoadedPart, LoadPath, Ready
 from kvkeep.gpu.registration import CopyRun, PoolRegistration, RegisteredMemory
@@ -49,9 +49,8 @@ log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
-_LARGEST_STAGING = (
-    640 << 20
-)  # buffers of 96 MiB: larger ones are no faster, and all of them may be queued at once
+# Buffers of 96 MiB: larger ones are no faster, and all of them may be queued at once.
+_LARGEST_STAGING = 640 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -104,10 +103,8 @@ class GpuCopier:
     def _try_out(self) -> None:
         """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and
         written back as it is; nobody uses it yet."""
-        buffer, ids = (
-            self._out.next_buffer(),
-            torch.zeros(1, dtype=torch.int64, device=self._device.torch_device),
-        )
+        buffer = self._out.next_buffer()
+        ids = torch.zeros(1, dtype=torch.int64, device=self._device.torch_device)
         try:
             for units in self._units:
                 for sums in (None, torch.zeros_like(ids)):
@@ -141,10 +138,9 @@ class GpuCopier:
         and nothing that was given to the GPU is still to read it. Staging memory stays. DeviceError
         or RequestError as in the beginning."""
         self._device.wait(self._device.mark())  # blocks are set aside on the engine's own stream
-        self._runs, self._units = (
-            pieces,
-            [Units.of(runs, self._device.torch_device) for runs in pieces],
-        )
+        units = [Units.of(runs, self._device.torch_device) for runs in pieces]
+        self._runs = pieces
+        self._units = units
         if pieces:
             self._try_out()
 
@@ -271,9 +267,8 @@ class StoreCopy:
         self._buffer: StagingBuffer | None = None
         self._gathered: tuple[StagingBuffer, Addresses] | None = None
         self._saved: list[EvacuatedBlock] = []
-        self._marks: list[Any] | None = (
-            None  # when all is over; None: nobody has said that there is no more
-        )
+        # When all is over. None until `end`.
+        self._marks: list[Any] | None = None
         self._closed, self._gate, self._reads = False, Gate(), list[Any]()
         self.at_a_time: int = self._lane.blocks_per_buffer(self._units.pitch)
         self._batch = self._device.batch()
@@ -299,11 +294,9 @@ class StoreCopy:
         ):
             if runs is None:
                 break
-            ids, sums, buffer = (
-                per_buffer[number],
-                sums_per_buffer[number] if self._verify else None,
-                lane.next_buffer(),
-            )
+            ids = per_buffer[number]
+            sums = sums_per_buffer[number] if self._verify else None
+            buffer = lane.next_buffer()
             buffers.append((buffer, before := buffer.busy, lane.copies.slice))
             if before is not None:
                 batch.wait(before)
@@ -314,9 +307,7 @@ class StoreCopy:
             batch.after(lane.copies.stream, self._reads[-1])
             self._collect(buffer, runs)
             if number == 0 and (before is None or self._device.is_over(before)):
-                goes_on = (
-                    batch.run()
-                )  # the bus has nothing to do: it need not wait until all of them are collected
+                goes_on = batch.run()  # not later: the bus has nothing to do
                 if not goes_on:
                     break
         done = len(buffers) if goes_on and batch.run() else self._gate.halt()
@@ -376,9 +367,8 @@ class StoreCopy:
             self._collect(buffer, runs)
             return
         bounce = self._lane.bounce(buffer)
-        copies.to_host(
-            batch, bounce, units.pitch, buffer.address, units.pitch, units.pitch, len(addresses)
-        )
+        pitch = units.pitch
+        copies.to_host(batch, Rows(bounce, pitch, buffer.address, pitch, pitch, len(addresses)))
         buffer.busy = copies.mark(batch)
         batch.wait(buffer.busy)
         batch.run()
@@ -389,7 +379,7 @@ class StoreCopy:
         batch, copies, units = self._batch, self._lane.copies, self._units
         for address, step, at, count in runs:
             place = buffer.address + at * units.pitch
-            copies.to_host(batch, address, step, place, units.pitch, units.nbytes, count)
+            copies.to_host(batch, Rows(address, step, place, units.pitch, units.nbytes, count))
         buffer.busy = copies.mark(batch)
 
     def put(self, saved: EvacuatedBlock, address: int) -> None:

@@ -15,7 +15,7 @@ import ctypes
 import functools
 from array import array
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,22 @@ def driver_functions(driver: ctypes.CDLL) -> ctypes.Array[ctypes.c_void_p]:
     """The addresses that `_drive.c` wants, in its order."""
     addresses = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in _FUNCTIONS]
     return (ctypes.c_void_p * len(_FUNCTIONS))(*addresses)
+
+
+class Rows(NamedTuple):
+    """`number` rows of `nbytes`, in host and in device memory, each a pitch after the one before."""
+
+    host: int
+    host_pitch: int
+    device: int
+    device_pitch: int
+    nbytes: int
+    number: int
+
+    def part(self, start: int, number: int) -> Rows:
+        host = self.host + start * self.host_pitch
+        device = self.device + start * self.device_pitch
+        return Rows(host, self.host_pitch, device, self.device_pitch, self.nbytes, number)
 
 
 class Event:
@@ -85,9 +101,8 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
-            self._quickly = ctypes.PyDLL(
-                "libcuda.so.1"
-            )  # keeps the interpreter, for calls that are over at once
+            # Keeps the interpreter's lock: for calls that return at once.
+            self._quickly = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise DeviceError(
                 f"the CUDA driver cannot be loaded: {error}", "is this a GPU host?"
@@ -97,10 +112,8 @@ class Cuda:
                 "the C kernel was not built", "install a C compiler and reinstall kvkeep"
             )
         self.entries = driver_functions(self._driver)
-        self._unused_events: tuple[list[int], list[int]] = (
-            [],
-            [],
-        )  # of those who sleep, and of those who spin
+        # Events whose waiters sleep, and events whose waiters spin.
+        self._unused_events: tuple[list[int], list[int]] = ([], [])
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
 
@@ -252,40 +265,19 @@ class Batch:
         """The blocks of that buffer are read by what the driver has by now."""
         self._add(READ, gate.address, buffer)
 
-    def to_host(
-        self,
-        stream: Any,
-        host: int,
-        host_pitch: int,
-        device: int,
-        pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        """`count` times `nbytes`, each the pitch further on."""
-        if count == 1 or host_pitch == pitch == nbytes:
-            self._add(TO_HOST, host, device, nbytes * count, stream.cuda_stream)
+    def to_host(self, stream: Any, rows: Rows) -> None:
+        host, host_pitch, device, pitch, nbytes, number = rows
+        if number == 1 or host_pitch == pitch == nbytes:
+            self._add(TO_HOST, host, device, nbytes * number, stream.cuda_stream)
         else:
-            self._add(
-                TO_HOST_2D, host, host_pitch, device, pitch, nbytes, count, stream.cuda_stream
-            )
+            self._add(TO_HOST_2D, *rows, stream.cuda_stream)
 
-    def to_device(
-        self,
-        stream: Any,
-        device: int,
-        pitch: int,
-        host: int,
-        host_pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        if count == 1 or host_pitch == pitch == nbytes:
-            self._add(TO_DEVICE, device, host, nbytes * count, stream.cuda_stream)
+    def to_device(self, stream: Any, rows: Rows) -> None:
+        host, host_pitch, device, pitch, nbytes, number = rows
+        if number == 1 or host_pitch == pitch == nbytes:
+            self._add(TO_DEVICE, device, host, nbytes * number, stream.cuda_stream)
         else:
-            self._add(
-                TO_DEVICE_2D, host, host_pitch, device, pitch, nbytes, count, stream.cuda_stream
-            )
+            self._add(TO_DEVICE_2D, *rows, stream.cuda_stream)
 
     def move(self, stream: Any, to: int, start: int, words: int) -> None:
         """A few words, by a kernel (`kernels.move`)."""

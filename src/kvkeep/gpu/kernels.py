@@ -198,9 +198,8 @@ class Units:
     stride: torch.Tensor
     by_words: bool  # whether each word of 8 bytes lies together, aligned
     keys: torch.Tensor
-    _compiled: dict[tuple[str, bool], Any] = field(
-        default_factory=dict
-    )  # by name and whether it verifies
+    # By name and whether the kernel verifies.
+    _compiled: dict[tuple[str, bool], Any] = field(default_factory=dict)
     _made: dict[tuple[str, bool], Made] = field(default_factory=dict)
 
     @classmethod

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.gpu.driver import Cuda
+from kvkeep.gpu.driver import Cuda, Rows
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.registration import CopyRun, RegisteredMemory
 from kvkeep.gpu.staging import BUFFERS, CopyLane, StagingBuffer, TransferRecord
 from kvkeep.kv.copy import move_rows
 
-_BUFFERS_TOGETHER = (
-    8  # in one call, and fewer at first: who comes back from one waits for the interpreter
-)
+# In one call, and fewer at first: after each call a thread waits for the interpreter's lock.
+_BUFFERS_TOGETHER = 8
 
 
 class LoadedPart(NamedTuple):
@@ -146,11 +145,9 @@ class LoadPath:
     ) -> LoadedPart:
         """`MOST_BLOCKS` at most. The first of them are in the buffers that were fetched."""
         lane, units, batch = self._lane, self._units, self._device.batch()
-        record, count, at_a_time = (
-            lane.take_record(),
-            len(block_ids),
-            lane.blocks_per_buffer(units.pitch),
-        )
+        record = lane.take_record()
+        count = len(block_ids)
+        at_a_time = lane.blocks_per_buffer(units.pitch)
         rest = self._pinned.runs(addresses[len(fetched) * at_a_time :], units.nbytes, at_a_time)
         ids, buffer, before = None, None, None
         for number, start in enumerate(range(0, count, at_a_time)):
@@ -191,7 +188,8 @@ class LoadPath:
             batch.after(lane.copies.stream, buffer.busy)
         for address, step, at, rows in runs or [self._bounced(batch, buffer, addresses)]:
             place = buffer.address + at * units.pitch
-            lane.copies.to_device(batch, place, units.pitch, address, step, units.nbytes, rows)
+            copied = Rows(address, step, place, units.pitch, units.nbytes, rows)
+            lane.copies.to_device(batch, copied)
         buffer.bounced = arrived = lane.copies.mark(batch)
         return buffer, arrived
 

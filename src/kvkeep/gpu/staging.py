@@ -155,9 +155,8 @@ class EvacuationBuffer:
         self._sums = device.memory(MOST_BLOCKS)
         self._ids_here, self._ids = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
         self._lock = threading.Lock()
-        self._used = self._taken = self._left = (
-            0  # words, blocks, and blocks that are not free again
-        )
+        # Words, blocks, and blocks that are not free again.
+        self._used = self._taken = self._left = 0
 
     def take(self, units: Units, block_ids: NDArray[np.int64]) -> list[EvacuatedBlock]:
         """On the engine's stream, in its thread, which does not wait. MemoryError if there is no
@@ -170,16 +169,12 @@ class EvacuationBuffer:
             if start + count * words > len(self._memory) or self._taken + count > MOST_BLOCKS:
                 raise MemoryError
             place = slice(self._taken, self._taken + count)
-            self._used, self._taken, self._left = (
-                start + count * words,
-                place.stop,
-                self._left + count,
-            )
-        memory, sums, ids = (
-            self._memory[start : start + count * words],
-            self._sums[place],
-            self._ids[place],
-        )
+            self._used = start + count * words
+            self._taken = place.stop
+            self._left += count
+        memory = self._memory[start : start + count * words]
+        sums = self._sums[place]
+        ids = self._ids[place]
         try:
             self._ids_here[place].numpy()[:] = block_ids
             ids.copy_(self._ids_here[place], non_blocking=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvkeep.gpu.driver import Cuda
+from kvkeep.gpu.driver import Cuda, Rows
 
 _SMALL_SLICE_BYTES = 16 << 20
 _LARGE_SLICE_BYTES = 96 << 20  # 1.8 ms: an engine may begin to compute while they are under way
@@ -46,63 +46,29 @@ class CopyStreams:
         """Of the present slice. What it waits for, later slices wait for, too."""
         return self.streams[self.slice.number % 2]
 
-    def to_host(
-        self,
-        batch: Any,
-        host: int,
-        host_pitch: int,
-        device: int,
-        pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        """As a batch has it."""
-        for at, rows in self._parts(batch, nbytes, count):
-            batch.to_host(
-                self.stream,
-                host + at * host_pitch,
-                host_pitch,
-                device + at * pitch,
-                pitch,
-                nbytes,
-                rows,
-            )
+    def to_host(self, batch: Any, rows: Rows) -> None:
+        for part in self._parts(batch, rows):
+            batch.to_host(self.stream, part)
 
-    def to_device(
-        self,
-        batch: Any,
-        device: int,
-        pitch: int,
-        host: int,
-        host_pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        for at, rows in self._parts(batch, nbytes, count):
-            batch.to_device(
-                self.stream,
-                device + at * pitch,
-                pitch,
-                host + at * host_pitch,
-                host_pitch,
-                nbytes,
-                rows,
-            )
+    def to_device(self, batch: Any, rows: Rows) -> None:
+        for part in self._parts(batch, rows):
+            batch.to_device(self.stream, part)
 
     def mark(self, batch: Any) -> Any:
         """When all are over that were asked for so far."""
         return batch.mark(self.stream)
 
-    def _parts(self, batch: Any, nbytes: int, count: int) -> Iterator[tuple[int, int]]:
-        """From which row on, and how many, for the stream of that moment."""
-        at = 0
-        while at < count:
+    def _parts(self, batch: Any, rows: Rows) -> Iterator[Rows]:
+        """The rows for the stream of that moment."""
+        start = 0
+        while start < rows.number:
             most = self._bytes_per_slice[self.engine_busy]
             if self.slice.nbytes >= most:
                 over = batch.mark(self.stream)
                 self.slice = Slice(self.slice.number + 1, 0)
                 batch.after(self.stream, over)
-            rows = min(count - at, max(1, (most - self.slice.nbytes) // nbytes))
-            yield at, rows
-            self.slice = self.slice._replace(nbytes=self.slice.nbytes + rows * nbytes)
-            at += rows
+            fitting = max(1, (most - self.slice.nbytes) // rows.nbytes)
+            number = min(rows.number - start, fitting)
+            yield rows if number == rows.number else rows.part(start, number)
+            self.slice = Slice(self.slice.number, self.slice.nbytes + number * rows.nbytes)
+            start += number

@@ -23,8 +23,10 @@ Importing this imports no vLLM: `KVKeepConnector` is loaded when it is first use
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from kvkeep.connector.options import client_options
 from kvkeep.vllm import stand_in
 
 _NAMES = ("KVKeepConnector", stand_in.NAME)
@@ -36,6 +38,7 @@ def register() -> None:
     _register("KVKeepConnector")
     if stand_in.reason():
         _register(stand_in.NAME)
+    _check_settings_early()
 
 
 def _register(name: str) -> None:
@@ -45,12 +48,31 @@ def _register(name: str) -> None:
     KVConnectorFactory.register_connector(name, "kvkeep.vllm.connector", "KVKeepConnector")
 
 
+def _check_settings_early() -> None:
+    """Refuses a bad extra config before the model is loaded. vLLM makes the connector after that,
+    but asks its factory for the class, with the config, while it checks its own options."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    original = KVConnectorFactory.get_connector_class
+    if getattr(original, "checks_kvkeep", False):
+        return
+
+    @functools.wraps(original)
+    def get_connector_class(config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(config, *args, **kwargs)
+        if getattr(found, "__module__", "") == "kvkeep.vllm.connector":
+            client_options(config.kv_connector_extra_config)
+        return found
+
+    get_connector_class.checks_kvkeep = True  # type: ignore[attr-defined]
+    KVConnectorFactory.get_connector_class = staticmethod(get_connector_class)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvkeep.vllm.connector import KVKeepConnector
 
-    _register(
-        "KVKeepConnector"
-    )  # MultiConnector asks by the class's name for what belongs to its statistics
+    # MultiConnector asks by the class's name for what belongs to its statistics
+    _register("KVKeepConnector")
     return KVKeepConnector

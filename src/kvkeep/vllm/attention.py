@@ -86,11 +86,28 @@ _NEON_BFLOAT16 = {
 }
 
 
+# A head's keys and values are a region of their own, whichever rank has the head.
+_HEADS_APART = ("fused-kv", "cpu-columns")
+
+
 def encodings_of(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, str]:
     """How each of these layers writes its KV. SettingsError, naming the backend, if that is not
     known."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: _encoding(name, layers.get(name), vllm_config) for name in layer_names}
+
+
+def check_heads_apart(encodings: dict[str, str]) -> None:
+    """SettingsError, naming the layer, unless each head's keys and values lie by themselves: then
+    a block can be cut by heads."""
+    for name, encoding in encodings.items():
+        if encoding not in _HEADS_APART and not encoding.startswith("fused-kv fp8 "):
+            raise SettingsError(
+                f"kvkeep does not know whether the KV of layer {name}, written as {encoding}, can be"
+                " cut by heads",
+                "leave out kvkeep.tp_shards, and run all engines that share with one"
+                " tensor-parallel size",
+            )
 
 
 def summary_of(encodings: dict[str, str]) -> str:

@@ -1,5 +1,5 @@
-"""The class that vLLM makes, in its scheduler's process and in each worker's: vLLM's method names,
-passed on to the scheduler's or the worker's half.
+"""The class that vLLM makes, in its scheduler's process and in each worker's. The half of its role
+(SchedulerConnector or WorkerSide) has vLLM's methods by their names; they are called through here.
 
     scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc
                ─► build_connector_meta ─► (every worker runs the step) ─► update_connector_output
@@ -35,7 +35,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.registration import InactiveScheduler
-from kvkeep.vllm.scheduler import SchedulerConnector, SchedulerContext
+from kvkeep.vllm.scheduler import SchedulerContext
 from kvkeep.vllm.siblings import siblings_of
 from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.vllm.worker import WorkerSide
@@ -74,6 +74,16 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callabl
     return decorate
 
 
+def _of_half(name: str, otherwise: Callable[[], Any]) -> Any:
+    """vLLM's method of that name, which the half of the connector's role carries out."""
+
+    def call(self: KVKeepConnector, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.half, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return _guarded(otherwise)(call)
+
+
 def _check_transfer_config(transfer: Any) -> None:
     """Sets the policy for failed loads, which vLLM's scheduler reads after the connector is made,
     and logs what is not taken as it is written."""
@@ -97,9 +107,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     """`kv_connector` of a KV-transfer config. Settings are in its `kv_connector_extra_config`; a
     bad one is refused at start-up with a SettingsError."""
 
-    # Of the two halves, vLLM calls only the one of this object's role; the other is not set.
-    _scheduler: InactiveScheduler | SchedulerConnector
-    _worker: WorkerSide
+    half: Any  # InactiveScheduler, then SchedulerConnector; in a worker WorkerSide
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -108,7 +116,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         problem = versions.refusal(vllm.__version__, allow_untested(extra))
         if problem:
             raise SettingsError(problem)
-        options = client_options(extra)
+        options = client_options(extra, f"vllm {vllm.__version__}")
         _log_as_vllm_does()
         self.faults = 0
         if role == KVConnectorRole.SCHEDULER:
@@ -116,10 +124,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             self._context = SchedulerContext(
                 vllm_config, kv_cache_config, options, load_when(extra)
             )
-            self._scheduler = InactiveScheduler(self._context)
+            self.half = InactiveScheduler(self._context)
         else:
             siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options, siblings)
+            self.half = WorkerSide(vllm_config, kv_cache_config, options, siblings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -138,7 +146,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def _register_workers(self, metadata: Iterable[Any]) -> None:
         handshakes = [each for each in metadata if isinstance(each, Handshake)]
         if handshakes:  # otherwise they are a sibling's, and ours come with the first reports
-            self._scheduler = self._scheduler.register_workers(handshakes)
+            self.half = self.half.register_workers(handshakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._context.tables.manager = kv_cache_manager
@@ -147,61 +155,45 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._context.block_pool = gpu_block_pool
 
-    @_guarded(lambda: None)
-    def on_new_request(self, request: Any) -> None:
-        self._scheduler.arrive(request)
-
-    @_guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        found = self._scheduler.lookup(request, num_computed_tokens)
-        return found, bool(found) and not self._scheduler.loads_in_step(request)
-
-    @_guarded(lambda: None)
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-
-    @_guarded(lambda: Step(all_withdrawn=True))
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
-        return self._scheduler.build_step(scheduler_output)
+    on_new_request = _of_half("on_new_request", lambda: None)
+    get_num_new_matched_tokens = _of_half("get_num_new_matched_tokens", lambda: (0, False))
+    update_state_after_alloc = _of_half("update_state_after_alloc", lambda: None)
+    build_connector_meta = _of_half("build_connector_meta", lambda: Step(all_withdrawn=True))
+    request_finished_all_groups = _of_half("request_finished_all_groups", lambda: (False, None))
+    reset_cache = _of_half("reset_cache", lambda: False)
+    take_events = _of_half("take_events", tuple)
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
         reports = reports if isinstance(reports, Reports) else Reports()
         if reports.handshakes:
-            self._scheduler = self._scheduler.add_handshakes(reports.handshakes)
-        self._scheduler.end_step(connector_output, reports)
-
-    @_guarded(lambda: (False, None))
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Never asks vLLM to hold blocks: it may have them back at once, stored or not."""
-        reply = self._scheduler.finish_request(request)
-        taken = self._scheduler.keys_of_siblings
-        return False, reply and {key: count for key, count in reply.items() if key not in taken}
+            self.half = self.half.add_handshakes(reports.handshakes)
+        self.half.update_connector_output(connector_output, reports)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """What MultiConnector calls if a sibling does not support HMA."""
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    @_guarded(lambda: False)
-    def reset_cache(self) -> bool | None:
-        return self._scheduler.reset()
-
-    @_guarded(tuple)
-    def take_events(self) -> Iterable[Any]:
-        return self._scheduler.take_events()
+        finished: tuple[bool, dict[str, Any] | None] = self.request_finished_all_groups(
+            request, (block_ids,)
+        )
+        return finished
 
     # -- the workers' half
 
-    @_guarded(lambda: None)
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker.register(kv_caches)
+    register_kv_caches = _of_half("register_kv_caches", lambda: None)
+    unregister_kv_caches = _of_half("unregister_kv_caches", lambda: None)
+    restore_kv_caches = _of_half("restore_kv_caches", lambda: None)
+    handle_preemptions = _of_half("handle_preemptions", lambda: None)
+    wait_for_save = _of_half("wait_for_save", lambda: None)
+    get_finished = _of_half("get_finished", lambda: (None, None))
+    get_transfer_results = _of_half(
+        "get_transfer_results", lambda: versions.transfer_results(set(), set())
+    )
+    get_block_ids_with_load_errors = _of_half("get_block_ids_with_load_errors", set)
+    build_connector_worker_meta = _of_half("build_connector_worker_meta", lambda: None)
+    _begin = _of_half("begin", lambda: None)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -209,30 +201,13 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         away and `restore_kv_caches` when it is there again."""
         return True
 
-    @_guarded(lambda: None)
-    def unregister_kv_caches(self) -> None:
-        self._worker.unregister()
-
-    @_guarded(lambda: None)
-    def restore_kv_caches(self) -> None:
-        self._worker.restore()
-
     def get_handshake_metadata(self) -> Handshake | None:
-        return self._worker.first_handshake()
-
-    @_guarded(lambda: None)
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first that a worker hears of a step, before vLLM zeroes or copies any block for
-        it."""
-        self._worker.save(kv_connector_metadata)
+        handshake: Handshake | None = self.half.first_handshake()
+        return handshake
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._begin(connector_metadata)
-
-    @_guarded(lambda: None)
-    def _begin(self, step: Step) -> None:
-        self._worker.begin(step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads began when the step's metadata came."""
@@ -245,50 +220,18 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Nothing: blocks are stored when they are whole."""
 
-    @_guarded(lambda: None)
-    def wait_for_save(self) -> None:
-        """The step is computed: begins what stores it, and waits for nothing."""
-        self._worker.finish()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received, _ = self._received()
-        return None, received or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        return versions.transfer_results(*self._received())
-
-    @_guarded(lambda: (set(), set()))
-    def _received(self) -> tuple[set[str], set[str]]:
-        self._worker.collect()
-        return self._worker.take_received()
-
-    @_guarded(set)
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_invalid()
-
-    @_guarded(lambda: None)
-    def build_connector_worker_meta(self) -> Reports | None:
-        return self._worker.take_reports()
-
     # -- both
-
-    @property
-    def _half(self) -> InactiveScheduler | SchedulerConnector | WorkerSide:
-        return self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVKeepStats | None:
-        half = self._half
-        stats = half.stats()
-        faults = self.faults + half.faults
-        self.faults = half.faults = 0
+        stats: KVKeepStats | None = self.half.stats()
+        faults = self.faults + self.half.faults
+        self.faults = self.half.faults = 0
         if faults:
             stats = (stats or KVKeepStats.of()).aggregate(KVKeepStats.of(faults=faults))
         return stats
 
-    @_guarded(lambda: None)
-    def shutdown(self) -> None:
-        self._half.close()
+    shutdown = _of_half("close", lambda: None)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVKeepStats:

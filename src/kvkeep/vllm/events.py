@@ -114,6 +114,9 @@ class CacheEvents:
         self._published: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._waiting: list[KVCacheEvent] = []
 
+    def __repr__(self) -> str:
+        return f"CacheEvents(jobs={len(self._jobs)}, published={len(self._published)})"
+
     def prepared(self, job: Job, request: Any, groups: Sequence[EventGroup]) -> None:
         """Notes what a job will have stored or loaded: by its end the request may be gone. Without
         a prefix cache of its own, vLLM has no hashes to name blocks by, and publishes nothing

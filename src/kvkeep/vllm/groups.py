@@ -15,8 +15,10 @@ import vllm
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
-from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.runs import BlockRuns, cut_heads
 from kvkeep.vllm import versions
+
+_HEAD_DIM = -3  # of a layer's tensor: blocks, then heads, tokens and numbers, however they lie
 
 # By exact type: a subclass that vLLM adds may mean anything.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -83,9 +85,8 @@ def _check_sleep(model: Any) -> None:
             " kvkeep",
         )
     backend = getattr(model, "sleep_mode_backend", "cumem")
-    if (
-        backend != "cumem"
-    ):  # others may take more than memory: streams, or registrations of host memory
+    # others may take more than memory: streams, or registrations of host memory
+    if backend != "cumem":
         raise SettingsError(
             f"kvkeep does not know what sleep-mode backend {backend!r} takes away",
             "set --sleep-mode-backend cumem, or serve without kvkeep",
@@ -144,16 +145,34 @@ def _kind(spec: Any) -> str:
 
 
 def locate(
-    pieces: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+    pieces: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any], shards: int = 1
 ) -> list[GroupMemory]:
-    """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks
-    cannot be copied from."""
+    """Where each piece lies in this rank's memory, or each of its `shards`. Raises RequestError for
+    memory that blocks cannot be copied from."""
     located = []
     for number in range(len(pieces)):
         group = kv_cache_config.kv_cache_groups[pieces.group_of(number)]
         layers = _layers(group.layer_names, kv_caches, kv_cache_config.num_blocks)
-        located.append(GroupMemory(BlockRuns.of(layers), pieces.may_lack(number)))
+        each = [layers]
+        if shards > 1:
+            _check_heads(group.kv_cache_spec, layers)
+            each = cut_heads(layers, _HEAD_DIM, shards)
+        may_lack = pieces.may_lack(number)
+        located += [GroupMemory(BlockRuns.of(views), may_lack) for views in each]
     return located
+
+
+def _check_heads(spec: Any, layers: Mapping[str, Any]) -> None:
+    """SettingsError unless the dim that should count KV heads does so in every layer."""
+    heads = {int(getattr(each, "num_kv_heads", 0)) for each in _members(spec)}
+    for name, tensor in layers.items():
+        shape = tuple(tensor.shape)
+        if len(shape) < 4 or shape[_HEAD_DIM] not in heads:
+            raise SettingsError(
+                f"the KV of layer {name}, of shape {shape}, cannot be cut by KV heads",
+                "leave out kvkeep.tp_shards, and run all engines that share with one"
+                " tensor-parallel size",
+            )
 
 
 def _layers(names: Sequence[str], kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:

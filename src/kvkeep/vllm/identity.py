@@ -24,7 +24,7 @@ from vllm.v1 import kv_cache_interface as kvi
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.connector.group_layout import GroupLayout
-from kvkeep.connector.options import revision
+from kvkeep.connector.options import revision, tp_shards
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
@@ -54,8 +54,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Part(NamedTuple):
-    """What one rank tells the others: for each piece how it lies in memory and its bytes; how each
-    layer writes KV."""
+    """What one rank tells the others: for each piece, or each shard of it, how it lies in memory
+    and its bytes; how each layer writes KV."""
 
     layouts: list[str]
     sizes: list[int]
@@ -66,8 +66,8 @@ class Part(NamedTuple):
 
 
 def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: GroupLayout) -> ParallelStrategy:
-    """This rank's place in the engine. Ranks that divide the context hold different tokens: none is
-    a replica."""
+    """This rank's place in the engine, and the shards that it holds. Ranks that divide the context
+    hold different tokens: none is a replica."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     dcp_size, pcp_size = versions.context_parallel(parallel)
     tp_size, pp_size = parallel.tensor_parallel_size * pcp_size, parallel.pipeline_parallel_size
@@ -82,7 +82,7 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: GroupLayout) -> 
         # itself is always right.
         replicas = 1
     heads = None if model.use_mla or replicas is not None else model.get_total_num_kv_heads()
-    return ParallelStrategy.of(
+    strategy = ParallelStrategy.of(
         tp_size=tp_size,
         pp_size=pp_size,
         rank=rank,
@@ -90,6 +90,16 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: GroupLayout) -> 
         num_kv_heads=heads,
         kv_tp_replicas=replicas,
     )
+    count = tp_shards(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if count is None or model.use_mla:
+        return strategy
+    if dcp_size > 1 or pcp_size > 1:
+        raise SettingsError(
+            "kvkeep.tp_shards cuts KV by heads, but ranks of this engine divide the context",
+            "leave out kvkeep.tp_shards, or set decode_context_parallel_size and"
+            " prefill_context_parallel_size to 1",
+        )
+    return strategy.cut_into(count, model.get_total_num_kv_heads())
 
 
 def _is_of_one_kind(kv_cache_config: Any) -> bool:
@@ -235,13 +245,18 @@ def shape_of(
         ),
         details=tuple(_details(vllm_config, _encodings(parts)).items()),
     )
-    shards = [(part.layouts, part.sizes) for part in parts[:: strategy.replicas]]
+    count = strategy.shards_per_rank
+    shards = [
+        (part.layouts[shard::count], part.sizes[shard::count])
+        for part in parts[:: strategy.replicas]
+        for shard in range(count)
+    ]
     dcp_size, pcp_size = versions.context_parallel(vllm_config.parallel_config)
     cut = f"{strategy.cut}, memory {_digest(shards)}"
     if dcp_size > 1 or pcp_size > 1:
         interleave = versions.context_interleave(vllm_config.parallel_config)
         cut += f", tokens in {dcp_size} (DCP, {interleave} together), prompts in {pcp_size} (PCP)"
-    sizes = tuple(nbytes for _, of_rank in shards for nbytes in of_rank)
+    sizes = tuple(nbytes for _, of_shard in shards for nbytes in of_shard)
     return BlockShape(identity, sizes, len(pieces), cut)
 
 
@@ -280,7 +295,9 @@ def _details(vllm_config: Any, encodings: dict[str, str]) -> dict[str, str]:
         "attention": summary_of(encodings),
         "positions": _positions(model, config),
         "config": _digest(config),
-        "quantization": f"{model.quantization} {_digest(getattr(model, 'quantization_config', None))}",
+        "quantization": " ".join(
+            (str(model.quantization), _digest(getattr(model, "quantization_config", None)))
+        ),
         "implementation": " ".join(
             str(getattr(model, name, None)) for name in ("model_impl", "model_class_overrides")
         ),

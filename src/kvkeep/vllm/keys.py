@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -75,6 +76,13 @@ def _counts_media(vllm_config: Any) -> bool:
         media, "mm_processor_cache_gb", 1
     )
     return media is not None and not is_hashed
+
+
+def tokens_that_say_all(request: Any) -> Sequence[int]:
+    """The tokens of a prompt; none if it has content that they do not show."""
+    if request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+        return ()
+    return request.prompt_token_ids or ()
 
 
 class EngineKeys:
@@ -167,6 +175,9 @@ class Adapters:
     def __init__(self) -> None:
         self._seen: OrderedDict[int, tuple[str, CheckpointDigest]] = OrderedDict()
         self._warned: OrderedDict[int, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Adapters(seen={list(self._seen)}, warned={len(self._warned)})"
 
     def name_of(self, lora: Any) -> str | None:
         """The adapter's name, path and digest, for keys. None if the request cannot be cached; a

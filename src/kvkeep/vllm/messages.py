@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import Finished, LoadOutcome
 from kvkeep.connector.step import StepMetadata
 from kvkeep.kv.shape import BlockShape
 
@@ -33,13 +33,17 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """To every worker with a step. `lost` are loads that vLLM waits for and that could not be
-    prepared: the blocks of each request that must be computed. `all_withdrawn`: which blocks the
-    step writes into is not known, so nothing that is still to be copied may be stored. `idle`: it
-    computes nothing."""
+    """To every worker with a step.
+
+    lost           the outcomes of loads that vLLM waits for and that could not be prepared, by
+                   request
+    all_withdrawn  which blocks the step writes into is not known, so nothing that is still to be
+                   copied may be stored
+    idle           it computes nothing
+    """
 
     step: StepMetadata = field(default_factory=StepMetadata)
-    lost: dict[str, list[int]] = field(default_factory=dict)
+    lost: dict[str, LoadOutcome] = field(default_factory=dict)
     all_withdrawn: bool = False
     idle: bool = False
 

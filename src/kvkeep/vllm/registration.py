@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 class InactiveScheduler:
     """Stands in for a SchedulerConnector: finds, loads and stores nothing."""
 
-    keys_of_siblings: frozenset[str] = frozenset()
-
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
         self._world_size = context.vllm_config.parallel_config.world_size
@@ -81,29 +79,28 @@ class InactiveScheduler:
                 self.context.vllm_config.model_config.model,
             )
 
-    def arrive(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         self._running.add(request.request_id)
 
-    def lookup(self, request: Any, local_tokens: int) -> int | None:
-        return 0
+    def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        return 0, False
 
-    def loads_in_step(self, request: Any) -> bool:
-        return False
-
-    def allocated(self, request: Any, tables: Any, loaded_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, loaded_tokens: int) -> None:
         """Nothing was offered, so nothing is loaded."""
 
-    def finish_request(self, request: Any) -> dict[str, int] | None:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, int] | None]:
         self._running.discard(request.request_id)
-        return Hints.of(request.kv_transfer_params).reply(0)
+        return False, Hints.of(request.kv_transfer_params).reply(0)
 
-    def build_step(self, scheduled: Any) -> Step:
+    def build_connector_meta(self, scheduled: Any) -> Step:
         return Step()
 
-    def end_step(self, output: Any, reports: Reports) -> None:
+    def update_connector_output(self, output: Any, reports: Reports) -> None:
         """No job was begun."""
 
-    def reset(self) -> bool:
+    def reset_cache(self) -> bool:
         self._generation = os.urandom(16)
         return True
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvkeep.client.hints import Hints
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
-from kvkeep.client.requests import NO_BLOCK, Finished
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadOutcome
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.connector.cost_model import CostModel, LoadWhen
 from kvkeep.connector.planner import BLOCKS_TOGETHER, CachePlanner
@@ -33,7 +33,7 @@ from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents, event_groups
 from kvkeep.vllm.groups import layout_of
-from kvkeep.vllm.keys import KeyMaker, RequestKeys, TokensChanged
+from kvkeep.vllm.keys import KeyMaker, RequestKeys, TokensChanged, tokens_that_say_all
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.siblings import SiblingLoads, holds_one_of, keys_of_siblings
 from kvkeep.vllm.stats import KVKeepStats, counts_of
@@ -133,7 +133,7 @@ class SchedulerConnector:
         self._is_reset = False  # and nothing was computed since
         # The step that vLLM is scheduling.
         self._written: list[int] = []  # blocks that it may write into
-        self._lost: dict[str, list[int]] = {}  # loads that could not be prepared
+        self._lost: dict[str, LoadOutcome] = {}  # loads that could not be prepared
         self._all_withdrawn = False  # which blocks it writes into is not known
         self._has_waited = False  # for an answer
         self._skips_unloaded = False  # it skips all requests that are not loaded
@@ -176,7 +176,7 @@ class SchedulerConnector:
         would tell. If vLLM has not done so, it happens here."""
         sleeps = sum(each.sleeps for each in handshakes)
         if sleeps != self._sleeps and not self._is_reset:
-            self.reset()
+            self.reset_cache()
         self._sleeps = sleeps
         self._refuse(refusals(handshakes, self._world_size))
         return self
@@ -198,7 +198,7 @@ class SchedulerConnector:
 
     # -- a request
 
-    def arrive(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         """Asks the server at once for all full blocks of the prompt."""
         self._running.add(request.request_id)
         new_keys = self._keys.keys_of(request) if self._accepts_requests else None
@@ -213,13 +213,22 @@ class SchedulerConnector:
             reads=not getattr(request, "skip_reading_prefix_cache", False),
             request=request,
             new_keys=new_keys,
+            prompt_tokens=request.num_prompt_tokens,
+            tokens=tokens_that_say_all(request),
+            adapter=request.lora_request.lora_name if request.lora_request else "",
         )
         self.planner.arrive(state)
         self._requests[request.request_id] = state
 
-    def lookup(self, request: Any, local_tokens: int) -> int | None:
-        """How many tokens after the first `local_tokens` can be loaded. None: not known yet, or
-        vLLM is to skip the request in this step."""
+    def get_num_new_matched_tokens(
+        self, request: Any, local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens after the first `local_tokens` can be loaded, and whether vLLM waits for
+        the load. None: not known yet, or vLLM is to skip the request in this step."""
+        found = self._lookup(request, local_tokens)
+        return found, bool(found) and not self._requests[request.request_id].in_step
+
+    def _lookup(self, request: Any, local_tokens: int) -> int | None:
         self._loaded.discard(request.request_id)
         if self._skips_unloaded:
             return None
@@ -253,11 +262,6 @@ class SchedulerConnector:
         most: int = request.num_tokens - state.in_step
         return min((blocks + found) * self._layout.block_tokens, most) - local_tokens
 
-    def loads_in_step(self, request: Any) -> bool:
-        """Whether what was found is loaded before the step begins, so that vLLM does not wait."""
-        state = self._requests.get(request.request_id)
-        return state is not None and state.in_step
-
     def _may_load_in_step(self, state: VllmRequest) -> bool:
         """Whether the request is the only one, nothing is loaded, stored or computed, and vLLM's
         prefix cache has no part of a block."""
@@ -277,9 +281,10 @@ class SchedulerConnector:
             return False
         return True
 
-    def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks. If `loaded_tokens` is not 0, it waits for a
         load of as many."""
+        tables: Sequence[Sequence[int]] = blocks.get_block_ids()
         self._loaded.discard(request.request_id)
         state = self._requests.get(request.request_id)
         local_tokens = state.local_tokens if state is not None else 0
@@ -294,7 +299,7 @@ class SchedulerConnector:
             else:
                 self.step_loads.drop_ahead()
                 if state is not None:
-                    state.hold(local_tokens // self._layout.block_tokens)
+                    state.hold_local(local_tokens // self._layout.block_tokens)
                     self.planner.start_without_load(state)
         except Exception:
             # guard: vLLM waits for this load, so it must hear that it failed
@@ -318,8 +323,9 @@ class SchedulerConnector:
         self._note(job, state)
         self._counts["hit_tokens"] += loaded_tokens
         if state.in_step:  # the engine has nothing else to do: load now, and wait
-            self._take_in([self.step_loads.load_now(self.planner, job)], counted=False)
-            if job.failed:
+            outcome = self.step_loads.load_now(self.planner, job)
+            self._take_in([Finished(loads={job.number: outcome})], counted=False)
+            if outcome.failed:
                 there = first + job.good_blocks()
                 rest = list(tables[0][there:])
                 self.step_loads.fell_short(state.request, there * block_tokens, rest)
@@ -328,13 +334,22 @@ class SchedulerConnector:
         first = local_tokens // self._layout.block_tokens
         rows = self._layout.rows(tables, first, max(map(len, tables)), _NULL_BLOCK)
         lost = rows[rows != NO_BLOCK].tolist()
-        if self.loads_in_step(request):
+        state = self._requests.get(request.request_id)
+        if state is not None and state.in_step:
             self.step_loads.fell_short(request, local_tokens, lost)
         else:
-            self._lost[request.request_id] = lost
+            self._lost[request.request_id] = LoadOutcome(frozenset(lost))
 
-    def finish_request(self, request: Any) -> dict[str, int] | None:
-        """The request has ended. Returns its `kv_transfer_params`."""
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, int] | None]:
+        """The request has ended. Returns its `kv_transfer_params`, and False: vLLM may have its
+        blocks back at once, stored or not."""
+        reply = self._finish(request)
+        taken = self.keys_of_siblings
+        return False, reply and {key: count for key, count in reply.items() if key not in taken}
+
+    def _finish(self, request: Any) -> dict[str, int] | None:
         state = self._requests.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._loaded.discard(request.request_id)
@@ -355,7 +370,7 @@ class SchedulerConnector:
 
     # -- steps
 
-    def build_step(self, scheduled: Any) -> Step:
+    def build_connector_meta(self, scheduled: Any) -> Step:
         try:
             self.step_loads.drop_ahead()
             self.step_loads.correct(scheduled)
@@ -449,7 +464,7 @@ class SchedulerConnector:
         if job is not None:
             self._note(job, state)
 
-    def end_step(self, output: Any, reports: Reports) -> None:
+    def update_connector_output(self, output: Any, reports: Reports) -> None:
         """Takes in a step's results. Adds to `output`, which vLLM reads next, the requests whose
         loads have ended well since the workers made it."""
         self._distrust(output.invalid_block_ids, reports.finished)
@@ -458,7 +473,10 @@ class SchedulerConnector:
             self._uncounted_steps -= 1
         else:
             self._under_way = max(0, self._under_way - 1)
-        arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
+        more = self._worker.hand_over() if self._worker is not None else []
+        arrived: set[str] = set()
+        if ended := {number for report in more for number in report.loads}:
+            arrived = {job.request_id for job in self.planner.jobs if job.number in ended}
         try:
             self._take_in(more, counted=False)
             self._take_in(reports.finished, counted=True)
@@ -496,15 +514,14 @@ class SchedulerConnector:
         block, and what was computed from that, is not stored."""
         if not block_ids or not self._has_siblings:
             return
-        own = {each for report in reports for failed in report.failed.values() for each in failed}
-        theirs = set(block_ids) - own
+        theirs = set(block_ids).difference(*(report.failed_blocks for report in reports))
         if theirs:
             names = [name for name in self._requests if holds_one_of(self._tables.of(name), theirs)]
             self._forget(*names)
 
     # -- the rest
 
-    def reset(self) -> bool:
+    def reset_cache(self) -> bool:
         """This engine finds nothing again that was stored so far, and others find nothing that it
         stores from now on: the weights may have changed."""
         self._keys.generation = os.urandom(16)

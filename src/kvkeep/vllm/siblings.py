@@ -59,9 +59,7 @@ def siblings_of(vllm_config: Any, own: type, policy: str) -> tuple[str, ...]:
 
 def is_child(worker: object) -> bool:
     """Whether another connector stands between vLLM and that worker's side."""
-    return (
-        has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_worker", None) is not worker
-    )
+    return has_kv_transfer_group() and getattr(get_kv_transfer_group(), "half", None) is not worker
 
 
 def keys_of_siblings(siblings: Collection[str]) -> set[str]:

@@ -23,7 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvkeep.client.requests import Finished
 
 COUNTERS = {
-    "hit_tokens": "Tokens found in the server beyond the local prefix cache and planned to be loaded.",
+    "hit_tokens": (
+        "Tokens found in the server beyond the local prefix cache and planned to be loaded."
+    ),
     "skipped_loads": "Loads skipped because computing was expected to be faster.",
     "skipped_tokens": "Tokens of skipped loads, which were computed.",
     "loaded_blocks": "Blocks loaded from the server.",
@@ -147,7 +149,7 @@ def _metric(name: str) -> str:
 def counts_of(reports: Sequence[Finished]) -> dict[str, int]:
     """What workers' reports say, in numbers."""
     return {
-        "failed_blocks": sum(len(ids) for report in reports for ids in report.failed.values()),
+        "failed_blocks": sum(len(report.failed_blocks) for report in reports),
         "stored_blocks": sum(sum(report.stored.values()) for report in reports),
         "incomplete_stores": sum(len(report.incomplete) for report in reports),
         "withdrawn_blocks": sum(report.withdrawn for report in reports),

@@ -29,16 +29,15 @@ from numpy.typing import NDArray
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import NewRequestData
 
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import LoadOutcome
 from kvkeep.connector.options import load_failure_policy, load_mode
 from kvkeep.connector.planner import CachePlanner
 from kvkeep.connector.step import Job
 from kvkeep.vllm import versions
 from kvkeep.vllm.worker import WorkerSide
 
-LONGEST_S = (
-    0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
-)
+# requests that come meanwhile wait as long, as they do for a step that computes a prompt
+LONGEST_S = 0.1
 LARGEST_BYTES = 512 << 20  # of a load, where nobody knows yet how long it takes
 _PAUSE_S = 60.0  # after one that took longer
 
@@ -50,16 +49,14 @@ class StepLoads:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         is_wanted = load_mode(extra) == "auto" and load_failure_policy(extra) == "recompute"
         self._is_possible = is_wanted and vllm_config.speculative_config is None and _is_known()
-        self._short: dict[
-            str, tuple[Any, int]
-        ] = {}  # requests, and how many of their tokens are there
+        # requests, and how many of their tokens are there
+        self._short: dict[str, tuple[Any, int]] = {}
         self._not_before_s = 0.0
         self._ahead_for = ""  # the last request that was fetched for and is not loaded
         self._is_ahead = False  # something may be fetched
         self.pool: BlockPool | None = None
-        self.worker: WorkerSide | None = (
-            None  # the only one, if it may load before a step and be waited for
-        )
+        # the only one, if it may load before a step and be waited for
+        self.worker: WorkerSide | None = None
 
     def __repr__(self) -> str:
         return f"StepLoads(short={sorted(self._short)})"
@@ -92,26 +89,25 @@ class StepLoads:
     def fetch_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
         """vLLM hears that this request is loaded, and will say where to. If it does not, for want
         of blocks, it asks again and again: the bus is busy for nothing once."""
-        assert self.worker is not None
+        assert self.worker is not None and self.worker.adapter is not None
         if request_id != self._ahead_for:
             self._is_ahead = True
-            self._ahead_for = (
-                request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
-            )
+            if self.worker.adapter.load_ahead(request_id, epoch, slots):
+                self._ahead_for = request_id
 
-    def load_now(self, planner: CachePlanner, job: Job) -> Finished:
+    def load_now(self, planner: CachePlanner, job: Job) -> LoadOutcome:
         """Makes that load in the calling thread."""
         assert self.worker is not None
         self._ahead_for = ""
-        report = self.worker.load_now(job.request_id, job.number, planner.take_load(job))
-        self.took(report.seconds.get(job.number, 0.0))
-        return report
+        outcome = self.worker.load_now(job.request_id, planner.take_load(job))
+        self.took(outcome.seconds or 0.0)
+        return outcome
 
     def drop_ahead(self) -> None:
         """What was fetched ahead is of no use: the slots may be somebody else's from now on."""
-        if self._is_ahead and self.worker is not None:
+        if self._is_ahead and self.worker is not None and self.worker.adapter is not None:
             self._is_ahead = False
-            self.worker.drop_ahead()
+            self.worker.adapter.drop_ahead()
 
     def fell_short(self, request: Any, tokens: int, block_ids: list[int]) -> None:
         """Only so many of its tokens are there. These are its other blocks: vLLM counts some of

@@ -1,9 +1,10 @@
 """The worker's side in vLLM: moves this rank's blocks, and says in vLLM's words what came of it.
 
-    save       before vLLM writes anything: stores read, or set aside, what may be overwritten
-    begin      before the forward pass: loads
-    finish     after it: stores of what it computed
-    collect    what has ended meanwhile; `received`, `failed` and `invalid` are what vLLM asks for then
+    handle_preemptions  before vLLM writes anything: blocks that may be overwritten are evacuated
+    begin               before the forward pass: loads
+    wait_for_save       after it: stores of what it computed
+    collect             what has ended meanwhile; `received`, `failed` and `invalid` are what vLLM
+                        asks for then
 
 A failed load is told by its blocks, where vLLM can take a prefix of a load as it is, and otherwise
 by its request.
@@ -22,19 +23,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.rank_memory import GroupMemory
-from kvkeep.client.requests import Finished, LoadRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.step import save
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
-from kvkeep.vllm.attention import encodings_of
+from kvkeep.vllm import versions
+from kvkeep.vllm.attention import check_heads_apart, encodings_of
 from kvkeep.vllm.groups import layout_of, locate
 from kvkeep.vllm.identity import Part, Weights, parts_of_all_ranks, shape_of, strategy_of
 from kvkeep.vllm.messages import Handshake, Reports, Step
@@ -43,14 +43,12 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 
 log = logging.getLogger(__name__)
 
-_HASH_PATIENCE_S = (
-    0.4  # start-up waits that long for a small checkpoint to be hashed, and not for a large one
-)
+# start-up waits that long for a small checkpoint to be hashed, and not for a large one
+_HASH_PATIENCE_S = 0.4
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
-_IDLE_WAIT_S = (
-    0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
-)
+# a load that ends while vLLM sleeps between two looks is heard of a millisecond late
+_IDLE_WAIT_S = 0.008
 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
 
@@ -68,7 +66,7 @@ def find_here(name: str) -> WorkerSide | None:
 
 def is_alone(worker: WorkerSide | None) -> bool:
     """Whether vLLM calls that side's connector itself, and not one that holds others beside it."""
-    here = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    here = getattr(get_kv_transfer_group(), "half", None) if has_kv_transfer_group() else None
     return worker is not None and here is worker
 
 
@@ -102,12 +100,11 @@ class WorkerSide:
         self._options = options
         self._siblings = siblings
         self._is_told = False  # the handshake, to the scheduler
-        self._adapter: WorkerAdapter | None = None
+        self.adapter: WorkerAdapter | None = None
         self._pieces: GroupLayout | None = None
         self._kv_caches: Mapping[str, Any] = {}  # vLLM's tensors
-        self._loading: dict[
-            Any, tuple[str, LoadRequest]
-        ] = {}  # jobs that vLLM has not heard of, and whose they are
+        # jobs that vLLM has not heard of, and whose they are
+        self._loading: dict[Any, tuple[str, LoadRequest]] = {}
         self._reports: list[Finished] = []
         self._is_joined = False  # with a scheduler's side in this process
         self._may_wait = True
@@ -116,28 +113,38 @@ class WorkerSide:
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._is_asleep = False  # vLLM has taken the KV's memory away
         self._rank = 0
-        self._pending: Weights | None = (
-            None  # being hashed; then `_start_late` is called with the next step
-        )
+        # being hashed; then `_start_late` is called with the next step
+        self._pending: Weights | None = None
         self._start_late: Callable[[], _Registered] | None = None
-        self._told_trouble: tuple[str, str] | None = (
-            None  # what the scheduler knows of the connection to the server
-        )
+        # what the scheduler knows of the connection to the server
+        self._told_trouble: tuple[str, str] | None = None
         self.faults = 0
         self.handshake: Handshake | None = None
         self.received: set[str] = set()
         self.failed: set[str] = set()
         self.invalid: set[int] = set()
 
-    def register(self, kv_caches: Mapping[str, Any]) -> None:
+    def __repr__(self) -> str:
+        loading = sorted(request_id for request_id, _ in self._loading.values())
+        return (
+            f"WorkerSide(loading={loading}, reports={len(self._reports)},"
+            f" untold={sorted(self.received | self.failed)}, invalid={sorted(self.invalid)},"
+            f" computes={self._unfinished is not None}, joined={self._is_joined})"
+        )
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can
         be cached."""
         located: tuple[list[GroupMemory], dict[str, str]] | KVKeepError
         self._kv_caches = kv_caches
         try:
             pieces = layout_of(self._vllm_config, self._kv_cache_config)
-            memory = locate(pieces, self._kv_cache_config, kv_caches)
-            located = memory, encodings_of(self._vllm_config, kv_caches)
+            strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
+            encodings = encodings_of(self._vllm_config, kv_caches)
+            if strategy.shards_per_rank > 1:
+                check_heads_apart(encodings)
+            memory = locate(pieces, self._kv_cache_config, kv_caches, strategy.shards_per_rank)
+            located = memory, encodings
         except KVKeepError as error:
             located = error
         except Exception as error:
@@ -149,7 +156,6 @@ class WorkerSide:
             parts = parts_of_all_ranks(located)  # refused or not: the other ranks wait for us here
             if isinstance(located, KVKeepError):
                 raise located
-            strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
         except KVKeepError as error:
             self.handshake = _refused(error)
             return
@@ -158,8 +164,8 @@ class WorkerSide:
         start = partial(self._start, pieces, memory, strategy, parts, weights)
         if not weights.pending:
             self._take_over(start())
-            if self._adapter is not None:
-                self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
+            if self.adapter is not None:
+                self.adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
             return
         self.handshake = Handshake(None, is_pending=True)
         self._pending, self._start_late = weights, start
@@ -190,7 +196,7 @@ class WorkerSide:
         """In the engine's thread: from now on blocks move."""
         self.handshake, adapter = registered.handshake, registered.adapter
         if adapter is not None:
-            self._pieces, self._adapter, self._rank = registered.pieces, adapter, registered.rank
+            self._pieces, self.adapter, self._rank = registered.pieces, adapter, registered.rank
             self._may_wait = may_wait(self._vllm_config)
             _here[self.handshake.name] = self
 
@@ -219,17 +225,17 @@ class WorkerSide:
         self._is_told = self.handshake is not None
         return self.handshake
 
-    def unregister(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """vLLM takes the memory of its KV away: when this returns, no copy reads or writes it.
         Until `restore` every store ends undone and every load fails; those under way do, too,
         because what a load has brought goes with the memory. vLLM hears of all that with the next
         step's results. Again: nothing happens."""
-        adapter = self._adapter
+        adapter = self.adapter
         if adapter is None or self._is_asleep:
             return
         self._is_asleep = True
         try:
-            self.finish()  # not every rank is told by vLLM that a step is over
+            self.wait_for_save()  # not every rank is told by vLLM that a step is over
             adapter.unregister_kv_caches()
         except Exception:  # guard: whatever failed, nothing may be copied when this returns
             log.exception(
@@ -238,20 +244,23 @@ class WorkerSide:
             self.faults += 1
             adapter.close()
         finished = adapter.poll()
-        finished.failed.update(
-            {job: load.ids_of(slice(None)) for job, (_, load) in self._loading.items()}
-        )
+        finished.loads.update({job: load.outcome() for job, (_, load) in self._loading.items()})
         self._take_in(finished)
 
-    def restore(self) -> None:
+    def restore_kv_caches(self) -> None:
         """vLLM has given its KV memory again: the tensors are the same, whether or not they lie
         where they did. What they hold is nobody's: vLLM has reset its own prefix cache and this
         connector's before it took the memory."""
-        if self._adapter is None or self._pieces is None or not self._is_asleep:
+        if self.adapter is None or self._pieces is None or not self._is_asleep:
             return
         try:
-            self._adapter.register_groups(
-                locate(self._pieces, self._kv_cache_config, self._kv_caches)
+            self.adapter.register_groups(
+                locate(
+                    self._pieces,
+                    self._kv_cache_config,
+                    self._kv_caches,
+                    self.adapter.strategy.shards_per_rank,
+                )
             )
         except Exception as error:
             # guard: vLLM goes on; its scheduler hears that this rank does not
@@ -270,132 +279,122 @@ class WorkerSide:
         """From now on `hand_over` is called after every step."""
         self._is_joined = True
 
-    def save(self, step: Step) -> None:
-        """Before vLLM writes anything: blocks that stores still have to read are saved. Once for
-        each step."""
+    def handle_preemptions(self, step: Step) -> None:
+        """The first that a worker hears of a step, before vLLM zeroes or copies any block for it:
+        blocks that stores still have to read are saved. Once for each step."""
         self._take_over_late()
-        if self._adapter is None or self._saved is step:
+        if self.adapter is None or self._saved is step:
             return
         self._saved = step
-        self.finish()  # not every rank is told by vLLM that a step is over
+        self.wait_for_save()  # not every rank is told by vLLM that a step is over
         try:
-            save(step.step, self._adapter)
+            save(step.step, self.adapter)
             if step.all_withdrawn:
-                self._adapter.withdraw(None)
+                self.adapter.withdraw(None)
         except Exception:
             # guard: stores must not read what is written, and the scheduler must hear of them
             log.exception("kvkeep: a step could not be begun")
             self.faults += 1
             self._never_began(step.step.stores)
-            self._adapter.withdraw(None)
+            self.adapter.withdraw(None)
 
     def begin(self, step: Step) -> None:
-        """Loads begin. `save` comes first, where vLLM has not called for it already."""
+        """Loads begin. `handle_preemptions` comes first, where vLLM has not called it already."""
         self._take_over_late()
-        for request_id, block_ids in step.lost.items():
-            self.received.add(request_id)
-            self._tell_failed(request_id, block_ids)
-        if self._adapter is None:
+        for request_id, outcome in step.lost.items():
+            self._tell(request_id, outcome)
+        if self.adapter is None:
             return
-        self.save(step)
+        self.handle_preemptions(step)
         self._unfinished = step
         self._was_idle, self._is_idle = self._is_idle, step.idle
-        self._adapter.set_engine_busy(
-            not (self._is_idle and self._was_idle)
-        )  # its tokens may still be on their way out
+        # its tokens may still be on their way out
+        self.adapter.set_engine_busy(not (self._is_idle and self._was_idle))
         for job, load in step.step.loads.items():
-            request_id = step.step.requests[job]
+            self._loading[job] = step.step.requests[job], load
             try:
-                self._adapter.load(job, load)
-                self._loading[job] = request_id, load
+                self.adapter.load(job, load)
             except Exception:  # guard: vLLM waits for this load; it hears that it failed
                 log.exception("kvkeep: a load could not be begun")
                 self.faults += 1
-                block_ids = load.ids_of(slice(None))
-                self.received.add(request_id)
-                self._tell_failed(request_id, block_ids)
-                self._reports.append(Finished(self._rank, loaded=[job], failed={job: block_ids}))
+                self._take_in(Finished(self._rank, loads={job: load.outcome()}))
 
-    def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> bool:
-        """For `load_now` of that request, in the same step: these are its slots. Whether anything
-        has begun."""
-        assert self._adapter is not None
-        return self._adapter.load_ahead(request_id, epoch, slots)
-
-    def drop_ahead(self) -> None:
-        """What has not been loaded by now is not."""
-        if self._adapter is not None:
-            self._adapter.drop_ahead()
-
-    def load_now(self, request_id: str, job: int, load: LoadRequest) -> Finished:
+    def load_now(self, request_id: str, load: LoadRequest) -> LoadOutcome:
         """Loads now, while nothing is computed or stored, and waits for the end."""
-        assert self._adapter is not None
+        assert self.adapter is not None
         try:
-            return self._adapter.load_now(job, load, request_id)
+            return self.adapter.load_now(load, request_id)
         except Exception:  # guard: then it was not begun
             log.exception("kvkeep: a load could not be begun")
             self.faults += 1
-            return Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})
+            return load.outcome()
 
     def stores_handed_over(self) -> list[Finished]:
         """What has ended while nothing is loaded. An engine without requests makes no steps, and
         hears of nothing."""
-        return [] if self._loading else self.hand_over()[1]
+        return [] if self._loading else self.hand_over()
 
-    def finish(self) -> None:
+    def wait_for_save(self) -> None:
         """The step is computed: what it computed is stored from now on."""
         step, self._unfinished = self._unfinished, None
-        if self._adapter is None or step is None or not step.step.stores_after:
+        if self.adapter is None or step is None or not step.step.stores_after:
             return
         stores = step.step.stores_after
         try:
-            self._adapter.store_all(stores)
+            self.adapter.store_all(stores)
         except Exception:
             # guard: the scheduler must hear of these stores, and those that have begun must not
             # read on
             log.exception("kvkeep: stores could not be begun")
             self.faults += 1
             self._never_began(stores)
-            self._adapter.withdraw(None)
+            self.adapter.withdraw(None)
 
     def _never_began(self, stores: Mapping[int, Any]) -> None:
         self._reports.append(Finished(self._rank, dict.fromkeys(stores, 0), list(stores)))
 
     def collect(self) -> None:
         """Takes in what has ended, for the step's results. Each load is told once."""
-        if self._adapter is not None and not self._is_joined:
+        if self.adapter is not None and not self._is_joined:
             self._wait_if_idle()
-            self._take_in(self._adapter.poll())
+            self._take_in(self.adapter.poll())
 
-    def hand_over(self) -> tuple[set[str], list[Finished]]:
-        """What has ended, for a scheduler in this process: requests whose loads did, and the
-        reports. Where a load failed it comes with the next step's results instead."""
-        if self._adapter is None:
-            return set(), []
+    def hand_over(self) -> list[Finished]:
+        """What has ended, for a scheduler in this process. Where a load failed it comes with the
+        next step's results instead: vLLM takes failed blocks from there only."""
+        if self.adapter is None:
+            return []
         self._wait_if_idle()
-        finished = self._adapter.poll()
-        if finished.failed:
+        finished = self.adapter.poll()
+        if finished.failed_blocks:
             self._take_in(finished)
-            return set(), []
-        received = {self._loading.pop(job)[0] for job in finished.loaded if job in self._loading}
-        return received, [] if finished.is_nothing else [finished]
+            return []
+        for job in finished.loads:
+            self._loading.pop(job, None)
+        return [] if finished.is_nothing else [finished]
 
     def _wait_if_idle(self) -> None:
         """Not right after a step that computed something: its tokens may still be on their way
         out."""
         is_idle = self._may_wait and self._is_idle and self._was_idle
-        if is_idle and self._loading and self._adapter is not None:
-            self._adapter.wait_for_load(_IDLE_WAIT_S)
+        if is_idle and self._loading and self.adapter is not None:
+            self.adapter.wait_for_load(_IDLE_WAIT_S)
 
     def _take_in(self, finished: Finished) -> None:
-        for job, block_ids in finished.failed.items():
+        for job, outcome in finished.loads.items():
             if job in self._loading:
-                self._tell_failed(self._loading[job][0], block_ids)
-        self.received.update(
-            self._loading.pop(job)[0] for job in finished.loaded if job in self._loading
-        )
+                self._tell(self._loading.pop(job)[0], outcome)
         if not finished.is_nothing:
             self._reports.append(finished)
+
+    def get_finished(self, request_ids: set[str]) -> tuple[None, set[str] | None]:
+        self.collect()
+        received, _ = self.take_received()
+        return None, received or None
+
+    def get_transfer_results(self, request_ids: set[str]) -> Any:
+        self.collect()
+        return versions.transfer_results(*self.take_received())
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them that failed as a whole."""
@@ -403,11 +402,11 @@ class WorkerSide:
         self.received, self.failed = set(), set()
         return received, failed
 
-    def take_invalid(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self.invalid = self.invalid, set()
         return invalid
 
-    def take_reports(self) -> Reports | None:
+    def build_connector_worker_meta(self) -> Reports | None:
         """Also with nothing to say, if `hand_over` is to be called: for empty results vLLM asks no
         connector."""
         reports, self._reports = self._reports, []
@@ -415,36 +414,39 @@ class WorkerSide:
         if not self._is_told and self.handshake is not None:
             self._is_told = True
             handshakes = [replace(self.handshake, siblings=self._siblings)]
-        trouble = self._adapter.connection.outage.trouble if self._adapter is not None else None
+        trouble = self.adapter.connection.outage.trouble if self.adapter is not None else None
         outages = {} if trouble == self._told_trouble else {self._rank: trouble}
         self._told_trouble = trouble
         is_news = reports or handshakes or outages or self._is_joined
         return Reports(reports, handshakes, outages) if is_news else None
 
     def stats(self) -> KVKeepStats | None:
-        """What the reports that wait say, in numbers. Before `take_reports`."""
-        if self._adapter is None or not self._reports:
+        """What the reports that wait say, in numbers. Before
+        `build_connector_worker_meta`."""
+        if self.adapter is None or not self._reports:
             return None
         return KVKeepStats.of(**counts_of(self._reports), connected=int(self.is_answered))
 
     @property
     def is_answered(self) -> bool:
         """Whether its connection to the server is up."""
-        return self._adapter is not None and self._adapter.connection.answering
+        return self.adapter is not None and self.adapter.connection.answering
 
     @property
     def is_near(self) -> bool:
         """Whether it shares memory with the server: a load takes as long as a copy, and asks
         nobody."""
-        return self._adapter is not None and self._adapter.is_near and not self._is_asleep
+        return self.adapter is not None and self.adapter.is_near and not self._is_asleep
 
     def close(self) -> None:
         self._start_late = None
-        if self._adapter is not None:
-            self._adapter.close()
+        if self.adapter is not None:
+            self.adapter.close()
 
-    def _tell_failed(self, request_id: str, block_ids: list[int]) -> None:
+    def _tell(self, request_id: str, outcome: LoadOutcome) -> None:
+        """vLLM hears, when it asks next, that the load of this request has ended."""
+        self.received.add(request_id)
         if self._pieces is None or self._pieces.whole:
-            self.invalid.update(block_ids)
-        else:
+            self.invalid.update(outcome.failed)
+        elif outcome.failed:
             self.failed.add(request_id)

@@ -69,7 +69,10 @@ class Decoder(ABC):
             num_kv_heads=None if mla else kv_heads,
         )
         if self.settings.num_heads % tp_size or (kv_heads > tp_size and kv_heads % tp_size):
-            problem = f"{self.settings.num_heads} heads (of KV: {kv_heads}) do not spread evenly over tp_size {tp_size}"
+            problem = (
+                f"{self.settings.num_heads} heads (of KV: {kv_heads}) do not spread evenly over"
+                f" tp_size {tp_size}"
+            )
             raise SettingsError(f"model settings: {problem}", "choose a tp_size that divides them")
         if pp_size > self.settings.num_layers:
             problem = (

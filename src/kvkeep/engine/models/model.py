@@ -37,7 +37,7 @@ class Segment:
 @dataclass(frozen=True)
 class Rank:
     """One worker's place, and its KV: a tensor for each layer that it holds, whose first dim counts
-    blocks."""
+    blocks. Where KV has heads, the last dim but one counts them."""
 
     strategy: ParallelStrategy
     kv: Mapping[str, torch.Tensor]
@@ -48,6 +48,7 @@ class Model(Protocol):
     KV."""
 
     vocab_size: int
+    num_kv_heads: int  # 1 with MLA
 
     def strategy(self, tp_size: int, pp_size: int, rank: int) -> ParallelStrategy:
         """How this model's KV is spread. SettingsError if it cannot be."""

@@ -2,8 +2,10 @@
 
 Two families of attention decide what a KV cache holds:
 
-    gqa   Llama, Mistral, Qwen2, Qwen3: keys and values of a few heads, each shared by a group of query heads
-    mla   DeepSeek-V2: one compressed vector per token (the latent) and one rotated key that all heads share
+    gqa   Llama, Mistral, Qwen2, Qwen3: keys and values of a few heads, each shared by a group of
+          query heads
+    mla   DeepSeek-V2: one compressed vector per token (the latent) and one rotated key that all
+          heads share
 
 A config that asks for something the reference engine does not compute is refused, and the refusal
 names the field: computing nearly the right model would give fluent, wrong answers."""
