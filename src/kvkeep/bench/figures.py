@@ -11,7 +11,10 @@ from typing import Any, Final
 from kvkeep.units import format_size
 
 _SIZE, _SHARE, _COUNT = "B", "%", ""
-_COUNTED: Final = "bars|bits|blocks|groups|layers|prompts|repeats|requests|rounds|samples|threads|tokens|trials|turns"
+_COUNTED: Final = (
+    "bars|bits|blocks|groups|layers|prompts|repeats|requests|rounds|samples|threads|tokens|trials"
+    "|turns"
+)
 # The first that fits the end of a name. `{0}` is what was found in the parentheses.
 _UNITS: Final = tuple(
     (re.compile(f"(?:.*_)?(?:{ending})"), unit)
@@ -22,11 +25,13 @@ _UNITS: Final = tuple(
         ("bytes_per_block", " B/block"),
         ("([a-z]+)_per_s(?:_10k)?", " {0}/s"),
         ("us", " µs"),
-        ("ms", " ms"),
+        ("ms(?:_with|_without)?", " ms"),
         ("s|seconds", " s"),
         ("bytes|bytes_asked", _SIZE),
         ("ratio|ratio_to_ping|tls_to_none|growth|speedup", "×"),
         ("fraction|fraction_of_floor|cost|share|same_answers|told_apart(?:_.*)?", _SHARE),
+        ("hit_rate|infinite|belady", _SHARE),
+        ("writes_per_reference", _COUNT),
         ("resident|hit_again|dropped", " blocks"),
         ("failed", " requests"),
         (_COUNTED, _COUNT),

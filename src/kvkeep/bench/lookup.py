@@ -70,9 +70,8 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
                     "kind": kind,
                     "resident": resident,
                     **{f"{name}_us": value for name, value in _percentiles(lookups).items()},
-                    "own_ping_us": round(
-                        ping, 1
-                    ),  # of the pings between these lookups; the ratio is to this one
+                    # Of the pings between these lookups. The ratio is to this one.
+                    "own_ping_us": round(ping, 1),
                     "ratio_to_ping": round(p50 / ping, 2),
                 }
             )

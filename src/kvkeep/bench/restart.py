@@ -6,11 +6,9 @@ everything that was ready, loads all of it and compares every byte."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,8 +32,6 @@ OPTIONS = {
     "bytes": "How much is stored; less if the machine has less.",
     "block_bytes": "Size of a block.",
 }
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def run(bytes: int = 8 * GIB, block_bytes: int = 64 * 1024) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def run(bytes: int = 8 * GIB, block_bytes: int = 64 * 1024) -> dict[str, Any]:
         wrong = sum(
             _wrong_bytes(cache.get(_tokens(chain)), content.of(chain)) for chain in range(chains)
         )
-        restart = _status(server)["restart"]
+        restart = server.ask()["restart"]
     return {
         "bytes": ready * block_bytes,
         "bytes_asked": asked,
@@ -149,10 +145,5 @@ def _wrong_bytes(loaded: NDArray[Any], expected: NDArray[np.uint64]) -> int:
 def _wait_until_ready(server: ServerProcess) -> None:
     """Until all of the pool's memory is there: what is measured is a server that has run for a
     while."""
-    while not _status(server)["ready"]:
+    while not server.ask()["ready"]:
         time.sleep(0.05)
-
-
-def _status(server: ServerProcess) -> Any:
-    with _opener.open(f"http://{server.http}/v1/status", timeout=10) as reply:
-        return json.load(reply)

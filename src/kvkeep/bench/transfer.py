@@ -116,9 +116,8 @@ class _Bench:
             "direction": direction,
             "block_bytes": self.block_bytes,
             "gbps": round(float(np.median(gbps)), 2),
-            "fraction_of_floor": round(
-                float(np.median(np.divide(gbps, floor))), 3
-            ),  # of the memcpy just before
+            # Of the memcpy just before.
+            "fraction_of_floor": round(float(np.median(np.divide(gbps, floor))), 3),
             "verify": self.verify,
         }
 

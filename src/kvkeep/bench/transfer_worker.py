@@ -188,7 +188,7 @@ class EngineSide:
         while True:
             finished = self.worker.poll()
             ended.stored.update(finished.stored)
-            ended.loaded.update({job: len(finished.failed.get(job, ())) for job in finished.loaded})
+            ended.loaded.update({job: len(end.failed) for job, end in finished.loads.items()})
             if len(ended.stored) >= stores and len(ended.loaded) >= loads:
                 return ended
             if len(ended.stored) >= stores:

@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ import numpy as np
 
 from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
-    PEERS,
     Choice,
     FreeMemory,
     Turns,
@@ -45,6 +44,8 @@ from kvkeep.bench.vllm_session import (
     gpu_name,
     median,
     median_ratio,
+    peers_may_fail,
+    rotated,
     rounded,
     say,
     signals_end_the_block,
@@ -58,7 +59,7 @@ from kvkeep.bench.vllm_setup import (
     given_model,
     own_model,
 )
-from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.errors import SettingsError
 from kvkeep.testing.process import JsonProcess
 from kvkeep.units import MIB
 
@@ -90,10 +91,8 @@ _CASES = ("cold", "local", "external")
 _HITS = {"cpu": 1, "cuda": 5}
 _REST_S = {"cpu": 0.0, "cuda": 0.25}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
-_MORE_COLD = {
-    "cpu": 0,
-    "cuda": 2,
-}  # in each repeat of such a prompt: a millisecond of noise is as much as is wanted
+# In each repeat of such a prompt: the limit of its ratio is a millisecond, as is the noise.
+_MORE_COLD = {"cpu": 0, "cuda": 2}
 _LAST_TOKENS = 128  # of a prompt: that many, or twice as many, may be left to compute of a hit
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
@@ -259,8 +258,7 @@ class Bench:
             (case, prompts[0]) for case in _CASES[1:] * (_HITS[self.plan.device] if turn else 1)
         ]
         for number, (case, prompt) in enumerate(asked):
-            first = (turn + (number if case == "cold" else 0)) % max(len(subjects), 1)
-            for subject in [*subjects[first:], *subjects[:first]]:
+            for subject in rotated(subjects, turn + (number if case == "cold" else 0)):
                 if subject.engine.name not in self.plan.left_out:
                     with self._forgiving(subject.engine.name), turns.turn(subject.engine.name):
                         self._case(subject, case, prompt, turn)
@@ -296,17 +294,8 @@ class Bench:
     def _samples(self, subject: Subject, length: int) -> Samples:
         return self.samples.setdefault((subject.engine.name, length), Samples())
 
-    @contextmanager
-    def _forgiving(self, name: str) -> Iterator[None]:
-        """A peer that was not asked for by name and fails is left out. Everything else that fails
-        ends the run."""
-        try:
-            yield
-        except KVKeepError as error:
-            if name not in PEERS or self.plan.named:
-                raise
-            self.plan.left_out[name] = error.message
-            say(f"connector {name} is left out: {error.message}")
+    def _forgiving(self, name: str) -> AbstractContextManager[None]:
+        return peers_may_fail(name, self.plan.left_out, named=self.plan.named)
 
     @contextmanager
     def _subject(self, name: str, engines: int) -> Iterator[Subject]:

@@ -22,12 +22,15 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from kvkeep.bench.transfer_floor import Gpu, load_gbps
 from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.tiers.free_memory import available_bytes
 from kvkeep.units import GIB, MIB
+
+T = TypeVar("T")
 
 CONNECTORS = ("none", "kvkeep", "lmcache", "native")
 PEERS = ("lmcache", "native")
@@ -236,6 +239,28 @@ class Turns:
             yield
         finally:
             self._ended[engine] = time.monotonic()
+
+
+def rotated(engines: Sequence[T], turn: int) -> list[T]:
+    """The engines in the order of a turn: another one begins each turn."""
+    first = turn % max(len(engines), 1)
+    return [*engines[first:], *engines[:first]]
+
+
+@contextmanager
+def peers_may_fail(
+    name: str, left_out: dict[str, str], scenario: str = "", *, named: bool = False
+) -> Iterator[None]:
+    """Leaves the connector `name` out if the block fails and it is a peer that was not asked for
+    by name. All other failures end the run."""
+    try:
+        yield
+    except KVKeepError as error:
+        if name not in PEERS or named:
+            raise
+        left_out.setdefault(name, f"{scenario}: {error.message}" if scenario else error.message)
+        where = f" of {scenario}" if scenario else ""
+        say(f"connector {name} is left out{where}: {error.message}")
 
 
 def say(text: str) -> None:

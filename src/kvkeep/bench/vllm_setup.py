@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,9 +28,6 @@ GPU_SHARE = 0.85  # of its memory, for engines
 SPARE_TOKENS = 64  # room for an answer behind the longest prompt
 _STORED_WITHIN_S = 60.0
 _LMCACHE_WITHIN_S = 120.0
-
-# The server listens on loopback: a proxy from the environment is for the world outside.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 # -- models
 
@@ -268,7 +264,7 @@ def connector(name: str, pool_bytes: int, model: ServedModel) -> Iterator[Connec
         case "kvkeep":
             with ServerProcess("--pool-size", f"{pool_bytes // MIB}MiB") as server:
                 config = kvkeep_arguments(server.address)
-                settle = partial(Stored(server.http).wait, model.block_tokens)
+                settle = partial(Stored(server).wait, model.block_tokens)
                 ready_when = POOL_REGISTERED if model.device == "cuda" else ""
                 yield Connector(config, "num_kvkeep_extra_cached_tokens", settle, ready_when)
         case "lmcache":
@@ -285,10 +281,12 @@ def connector(name: str, pool_bytes: int, model: ServedModel) -> Iterator[Connec
             yield Connector()
 
 
-def kvkeep_arguments(address: str) -> dict[str, Any]:
-    """What an engine needs for our connector."""
+def kvkeep_arguments(address: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What an engine needs for our connector. `extra` are options of it."""
     options = {"kv_connector_module_path": "kvkeep.vllm"}
-    return _transfer_config("KVKeepConnector", {"kvkeep.address": address}, options)
+    return _transfer_config(
+        "KVKeepConnector", {"kvkeep.address": address, **(extra or {})}, options
+    )
 
 
 def _transfer_config(name: str, extra: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
@@ -305,7 +303,7 @@ def _transfer_config(name: str, extra: dict[str, Any], options: dict[str, str]) 
 class Stored:
     """Waits until a server has the blocks of each prompt that was sent."""
 
-    http: str
+    server: ServerProcess
     blocks: int = 0  # at the end of the last wait
 
     def wait(self, block_tokens: int, prompt_tokens: int) -> None:
@@ -324,11 +322,7 @@ class Stored:
 
     def count(self) -> int:
         """0 while any is under way."""
-        try:
-            with _opener.open(f"http://{self.http}/v1/status", timeout=5) as reply:
-                said = json.loads(reply.read())
-        except OSError as error:
-            raise Unavailable(f"the server does not answer: {error}") from None
+        said = self.server.ask()
         return 0 if said["writes"] else int(said["counters"]["stored_blocks"])
 
 

@@ -10,7 +10,8 @@ import typer
 
 from kvkeep.cli.output import Json, counted, note, show_facts, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask, host_and_port
-from kvkeep.cli.tenants import tenant_rows
+from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells, tenant_rows
+from kvkeep.cli.tiers import tier_line
 from kvkeep.errors import RequestError, Unavailable
 from kvkeep.units import format_size
 
@@ -45,16 +46,18 @@ def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Jso
 
 def session_rows(sessions: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """One line a session: engines that show the same identity share blocks."""
-    columns = ("session", "client", "pid", "model", "role", "identity", "data plane", "leases")
+    what = ("session", "engine", "pid", "model", "role", "identity", "bytes a token")
+    columns = (*what, "data plane", "leases", "writing blocks", *FIGURE_COLUMNS)
     rows = [
         (
-            *(s["session"], s["client"], str(s["pid"])),
-            *(s["model"] or "-", s["role"] or "-", s["identity"] or "-"),
+            *(s["session"], s["engine"], str(s["pid"])),
+            *(s["model"] or "-", s["role"] or "-", s["identity"] or "-", s["bytes_per_token"]),
             *(s["plane"] or "not attached", s["leases"], s["writing_blocks"]),
+            *figure_cells(s["figures"]),
         )
         for s in sessions
     ]
-    return (*columns, "writing blocks"), rows
+    return columns, rows
 
 
 def why_not_shared(pair: dict[str, Any]) -> list[str]:
@@ -109,7 +112,7 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
     is_filled = pool["filled_bytes"] >= pool["pool_bytes"]
     blocks = ", ".join(f"{count:,} {state}" for state, count in pool["blocks"].items() if count)
     asked, hit = counters["lookup_blocks"], counters["hit_blocks"]
-    found = f"{hit:,} of {asked:,} blocks found ({hit / max(asked, 1):.1%})"
+    found = f"{hit:,} of {asked:,} blocks found, also those that engines had"
     stored = (
         f"{counted(counters['stored_blocks'], 'block')}, {format_size(counters['stored_bytes'])}"
     )
@@ -121,15 +124,49 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("http", said["http_address"]),
         ("security", security(said["security"], said["http_address"].startswith("https:"))),
         ("start", start(said["restart"], counters["scrubbed_blocks"])),
+        ("cache", headline(said["figures"])),
         ("pool", f"{used} in use{'' if is_filled else filled}"),
         ("blocks", blocks or "none"),
-        ("evictions", f"{counters['evictions']:,}"),
+        ("evictions", evictions(said)),
         ("lookups", f"{counters['lookups']:,}, {found}"),
         ("stored", stored),
         ("sessions", f"{len(said['sessions'])}, {leases}, {stores} under way"),
         ("tenants", f"{said['tenants']:,}, {format_size(quotas['promised_bytes'])} promised"),
     ]
-    return lines + _warnings(said)
+    return lines + [("tier", tier_line(tier)) for tier in said["tiers"]] + _warnings(said)
+
+
+def evictions(said: dict[str, Any]) -> str:
+    """How many blocks were evicted, why, and how long after their last use."""
+    text = f"{said['counters']['evictions']:,}"
+    if reasons := {name: count for name, count in said["evicted_blocks"].items() if count}:
+        words = {
+            "own": "for the same tenant",
+            "others": "for other tenants",
+            "limit": "by a limit",
+            "slab": "for another size",
+            "expired": "expired",
+        }
+        text += f" ({', '.join(f'{count:,} {words[name]}' for name, count in reasons.items())})"
+    age_s = said["evicted_age_s"]
+    return text if age_s is None else f"{text}, {time_since(age_s)} after their last use"
+
+
+def headline(figures: dict[str, Any]) -> str:
+    """What the cache gave: tokens loaded and used, of those that no engine had, and time saved."""
+    loaded, computed = figures["tokens_loaded"], figures["tokens_computed"]
+    if not (loaded or figures["requests"]):
+        return "no request has finished yet"
+    share = f" ({loaded / (loaded + computed):.1%} of what no engine had)" if loaded else ""
+    text = f"{loaded:,} tokens loaded{share}, {computed:,} computed"
+    text += f", {time_saved(figures['saved_s'])}"
+    if unpriced := figures["tokens_unpriced"]:
+        text += f" (not known for {unpriced:,} tokens)"
+    return text
+
+
+def time_saved(seconds: float) -> str:
+    return f"{abs(seconds):,.1f} s {'lost' if seconds < 0 else 'saved'}"
 
 
 def _warnings(said: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,27 +1,32 @@
 """`kvkeep bench NAME` runs the function `run` of one module and shows its figures, with the machine
 they belong to.
 
-A benchmark's options are the keyword arguments of its `run`. `add_bench` adds one; its module is
-imported when it is asked for, because some need packages that only development has."""
+A benchmark's options are the keyword arguments of its `run`; a parameter of `run` without a default
+is an argument, not an option. `add_bench` adds a benchmark. Its module is imported when it is asked
+for, because some need packages that only development has."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import os
+import platform
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from kvkeep import __version__
 from kvkeep.bench.figures import with_unit
-from kvkeep.cli import machine
 from kvkeep.cli.output import Json, help_section, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
-from kvkeep.units import format_size, parse_size
+from kvkeep.units import KIB, format_size, parse_size
 
 
 @dataclass(frozen=True)
@@ -33,22 +38,30 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {}
+_REQUIRED = inspect.Parameter.empty
 
 # What an option of this name means in every benchmark; a module's own OPTIONS go first.
 OPTIONS: dict[str, str] = {
     "block_bytes": "Sizes of a block to measure, with commas between.",
+    "blocks": "How many blocks.",
     "bytes": "How much is stored.",
     "connectors": "Connectors to measure, with commas between.",
     "device": "cpu, or cuda (cuda:1, ...) to measure on a GPU.",
     "eager": "Let engines start each kernel alone.",
     "geometries": "Models to measure, with commas between.",
+    "hit_repeats": "How many prompts of each length.",
+    "hit_tokens": "Tokens in a prompt of the hits, with commas between.",
+    "hits": "Measure hits in an engine, too; --no-hits: leave them out.",
     "interleave": "Let engines take turns.",
     "model": "Folder of a checkpoint.",
+    "policy": "Policies to compare, with commas between.",
     "prompt_tokens": "Tokens in a prompt.",
     "repeats": "How often each way is measured.",
     "resident": "How many blocks are in the cache meanwhile, with commas between.",
     "rounds": "How often each case is measured.",
+    "tier": "The tier to measure. Nothing that is in its directory is touched.",
     "total_bytes": "How much is moved in a round.",
+    "trace": "File of requests.",
 }
 
 app = typer.Typer(
@@ -64,7 +77,9 @@ class BenchCommand(TyperCommand):
         module = _load(self.name)
         meanings = {**OPTIONS, **getattr(module, "OPTIONS", {})}
         rows = [
-            (_flag(name), f"{meanings[name]} [default: {_text(default, name)}]")
+            (_argument(name), f"{meanings[name]} [required]")
+            if default is _REQUIRED
+            else (_flag(name), f"{meanings[name]} [default: {_text(default, name)}]")
             for name, default in options_of(module.run).items()
         ]
         return help_section(super().get_help(ctx), "Options of this benchmark", rows)
@@ -87,7 +102,7 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
     module = _load(name)
     options = read_options(module.run, argv)
     command = shlex.join(["kvkeep", "bench", name, *argv, *["--json"] * as_json])
-    on = machine.describe()
+    on = machine()
     note(f"$ {command}")
     note(", ".join(f"{fact}: {value}" for fact, value in on.items()))
     try:
@@ -100,6 +115,32 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
         show_json({**result, "machine": on, "command": command})
     else:
         show(result)
+
+
+def machine() -> dict[str, str | int]:
+    """What a benchmark ran on: processor, cores that this process may use, memory, and versions.
+    Nothing names the machine."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _memory(),
+        "python": platform.python_version(),
+        "kvkeep": __version__,
+    }
+
+
+def _memory() -> str:
+    total = _field("/proc/meminfo", "MemTotal").split()
+    return format_size(int(total[0]) * KIB) if total else "unknown"
+
+
+def _field(path: str, name: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return ""
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -140,11 +181,15 @@ def _is_table(value: Any) -> bool:
 
 def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--switch` and `--no-switch` as keyword arguments of
-    `run`."""
+    `run`, and what is no option as its parameters without a default, in their order."""
     parameters = inspect.signature(run).parameters
+    required = [name for name, default in options_of(run).items() if default is _REQUIRED]
     options: dict[str, Any] = {}
     rest = iter(argv)
     for argument in rest:
+        if required and not argument.startswith("--"):
+            options[required.pop(0)] = argument
+            continue
         flag, equals, text = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         is_off = flag.startswith("--no-") and isinstance(
@@ -153,8 +198,10 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
         if is_off and not equals:
             options[name.removeprefix("no_")] = False
             continue
-        if not flag.startswith("--") or name not in parameters:
-            known = ", ".join(map(_flag, options_of(run))) or "none"
+        if not flag.startswith("--") or _default(parameters, name) in (None, _REQUIRED):
+            defaults = options_of(run)
+            known = ", ".join(_flag(each) for each in defaults if defaults[each] is not _REQUIRED)
+            known = known or "none"
             raise SettingsError(f'unknown option "{flag}"', f"options of this benchmark: {known}")
         default = parameters[name].default
         if isinstance(default, bool) and not equals:
@@ -165,6 +212,8 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
             options[name] = _convert(name, default, text)
         except ValueError:
             raise SettingsError(f'{flag} "{text}": expected {_expected(name, default)}') from None
+    if required:
+        raise SettingsError(f"{_argument(required[0])} is missing", "--help says what it is")
     return options
 
 
@@ -205,10 +254,14 @@ def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
 
 
 def options_of(run: Callable[..., Any]) -> dict[str, Any]:
-    """Name and default of each option."""
+    """Name and default of each option; _REQUIRED for an argument."""
     return {
         name: parameter.default for name, parameter in inspect.signature(run).parameters.items()
     }
+
+
+def _argument(name: str) -> str:
+    return name.upper()
 
 
 def _flag(name: str) -> str:
@@ -245,6 +298,16 @@ add_bench(
     "restart",
     "kvkeep.bench.restart",
     "How soon a killed server serves again, and what it still has.",
+)
+add_bench(
+    "tier",
+    "kvkeep.bench.tier",
+    "How fast a tier writes and reads, against fio or the client library.",
+)
+add_bench(
+    "replay",
+    "kvkeep.bench.replay",
+    "Hit rate and disk writes of each cache size and policy on a trace of requests.",
 )
 add_bench(
     "vllm",

@@ -16,9 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvkeep.errors import SettingsError
 
-_CLOCK_SKEW = timedelta(
-    minutes=5
-)  # between the host that makes a certificate and the one that uses it
+# Between the host that makes a certificate and the one that uses it.
+_CLOCK_SKEW = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)

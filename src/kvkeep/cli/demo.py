@@ -11,18 +11,15 @@ server has. Every answer is compared, token by token, with that of the engine wi
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import json as json_text
 import math
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,11 +27,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvkeep.cli import demo_hosts
+from kvkeep.cli.demo_engine import Answer, EngineProcess, EngineProgress, Question, same_tokens
 from kvkeep.cli.output import Json, note, show_json, show_table
 from kvkeep.cli.remote import ask
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.process import JsonProcess, ServerProcess
+from kvkeep.testing.process import ServerProcess
 from kvkeep.units import format_size
 
 USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
@@ -62,10 +61,23 @@ PromptTokens = Annotated[
     ),
 ]
 
+Hosts = Annotated[int, typer.Option(min=1, max=2, help="Number of hosts, each with a server.")]
+SharedTier = Annotated[
+    str, typer.Option(help="Address of the tier that two hosts share; else a new directory.")
+]
 
-def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = False) -> None:
+
+def demo(
+    users: Users = 4,
+    prompt_tokens: PromptTokens = 1792,
+    json: Json = False,
+    hosts: Hosts = 1,
+    tier: SharedTier = "",
+) -> None:
     """Serve conversations on two engine processes that share a cache, and kill the server under the
-    second."""
+    second. With two hosts: kill one, and go on from the shared tier on the other."""
+    if tier and hosts == 1:
+        raise SettingsError("--tier is the tier that two hosts share", "add --hosts 2")
     if importlib.util.find_spec("torch") is None:
         raise SettingsError(
             "the demo computes a model with torch, which is not installed", "install kvkeep[engine]"
@@ -73,7 +85,10 @@ def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = Fals
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        broken = _run(users, prompt_tokens, json)
+        if hosts == 2:
+            broken = demo_hosts.run(tier, prompt_tokens, json)
+        else:
+            broken = _run(users, prompt_tokens, json)
     except _Stopped as stopped:
         note("stopped")
         sys.exit(128 + stopped.number)
@@ -131,14 +146,6 @@ def broken_promises(outcome: dict[str, Any]) -> list[str]:
             outcome["speedup"] >= PROMISED_SPEEDUP
         )
     return [promise for promise, kept in promises.items() if not kept]
-
-
-def same_tokens(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
-    """Whether every answer is complete and, token by token, the one without a cache."""
-    return len(answers) == len(reference) > 0 and all(
-        mine.tokens == other.tokens and mine.finish_reason == other.finish_reason == "length"
-        for mine, other in zip(answers, reference, strict=True)
-    )
 
 
 # -- the conversations
@@ -436,160 +443,3 @@ def bar(share: float) -> str:
 
 def _same(same: bool) -> str:
     return "the same tokens" if same else "OTHER TOKENS"
-
-
-# -- engine processes
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt, the salt of its user, and the length of the answer."""
-
-    salt: str
-    prompt: list[int]
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Times are of the clock that all processes of this host share."""
-
-    tokens: list[int]
-    finish_reason: str
-    ttft_ms: float
-    arrived_s: float
-    finished_s: float
-    external_cached_tokens: int
-    failed_loads: int
-
-
-@dataclass(frozen=True)
-class EngineProgress:
-    """`answers` counts begun ones by their parts, `complete` only whole ones; `running` are the
-    requests being computed."""
-
-    answers: float
-    complete: int
-    running: int
-
-
-class EngineProcess:
-    """An engine in a process of its own; prompts go in as lines of JSON, answers come out. Without
-    an address the engine has no cache at all, not even one of its own.
-
-        parent                        engine process: python -m kvkeep.cli.demo
-        EngineProcess(address)  ────► builds the model, connects       {"address": …, …}
-                                ◄──── {"model": …}                     ready
-        serve(questions)        ────► {"questions": […]}
-                                ◄──── {"progress": {"answers": …}}     after each step
-                                ◄──── {"answers": […]}
-        end of the block        ────► (end of input) stores what is left, and ends"""
-
-    def __init__(
-        self,
-        address: str | None,
-        num_blocks: int,
-        program: Sequence[str] = ("-m", "kvkeep.cli.demo"),
-    ) -> None:
-        self._first = {"address": address, "num_blocks": num_blocks}
-        self.process = JsonProcess("the engine process", program)
-        self.model = ""
-
-    def __enter__(self) -> EngineProcess:
-        try:
-            self.process.send(self._first)
-            self.model = self.process.receive()["model"]
-        except BaseException:  # guard: the process would stay behind; raised again
-            self.process.end()
-            raise
-        return self
-
-    def serve(
-        self,
-        questions: Sequence[Question],
-        on_progress: Callable[[EngineProgress], None] = lambda progress: None,
-    ) -> list[Answer]:
-        """Answers all questions together. KVKeepError, with what the process said, if it ends
-        instead."""
-        self.process.send({"questions": [dataclasses.asdict(each) for each in questions]})
-        while "answers" not in (said := self.process.receive()):
-            on_progress(EngineProgress(**said["progress"]))
-        return [Answer(**each) for each in said["answers"]]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self.process.end()
-        elif code := self.process.end(_END_WITHIN_S):
-            raise self.process.failure(f"ended with exit code {code}")
-
-
-# -- inside the engine process
-
-
-def _serve_engine() -> None:
-    line = sys.stdin.readline()
-    if not line:  # the parent is gone
-        return
-    # Not at the top: the command line must not load torch to show its help.
-    from kvkeep.engine.demo_model import compute_threads, demo_model, describe, make_llm
-
-    first = json_text.loads(line)
-    # One thread, so that threads do not wait for each other on a busy machine.
-    with (
-        compute_threads(1),
-        make_llm(
-            demo_model(),
-            first["address"],
-            first["num_blocks"],
-            prefix_caching=bool(first["address"]),
-        ) as llm,
-    ):
-        _say({"model": describe()})
-        for line in sys.stdin:
-            _say({"answers": _answer(llm, json_text.loads(line)["questions"])})
-
-
-def _answer(llm: Any, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from kvkeep.engine.llm import Prompt
-    from kvkeep.engine.models.sampling import SamplingParams
-
-    def report(done: int) -> None:
-        scheduler = llm.engine.scheduler
-        parts = [
-            r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens)
-            for r in scheduler.unfinished
-        ]
-        progress = EngineProgress(done + sum(parts), done, len(scheduler.running))
-        _say({"progress": dataclasses.asdict(progress)})
-
-    prompts = [
-        Prompt(each["prompt"], each["salt"], sampling=SamplingParams(max_tokens=each["max_tokens"]))
-        for each in questions
-    ]
-    return [
-        dataclasses.asdict(
-            Answer(
-                each.token_ids,
-                each.finish_reason,
-                each.metrics.ttft_ms,
-                each.metrics.arrived_s,
-                each.metrics.finished_s,
-                each.metrics.external_cached_tokens,
-                each.metrics.failed_loads,
-            )
-        )
-        for each in llm.generate(prompts, on_progress=report)
-    ]
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(json_text.dumps(message), flush=True)
-
-
-if __name__ == "__main__":
-    _serve_engine()

@@ -1,9 +1,10 @@
-"""`kvkeep keygen`: certificates for server and engines and a token for the admin API, in files for
-their owner alone.
+"""`kvkeep keygen`: certificates for server and engines, a token for the admin API and the secrets of
+a shared tier, in files for their owner alone.
 
 ca.pem, ca.key             the CA that signs the others; its key is needed only to make more certificates
 server.pem, server.key     the server's certificate, for each name and IP address that engines reach it by
 NAME.pem, NAME.key         the certificate of one client, with NAME as its common name
+tier.keys                  what a shared tier is encrypted with, the same on all hosts
 authorized/NAME.client     the line of that client for the server's authorized_clients
 """
 
@@ -25,12 +26,14 @@ from kvkeep.cli.output import Json, note, show_json
 from kvkeep.cli.remote import TOKEN_NAME, keys_dir
 from kvkeep.errors import SettingsError
 from kvkeep.server.auth import CLIENT_FILE, read_line
+from kvkeep.tiers.tier_keys import new_tier_keys
 from kvkeep.wire.secret_files import PRIVATE, read_text, write_new
 
 AUTHORIZED = "authorized"
+TIER_KEYS = "tier.keys"
 _CA_DAYS, _DAYS = 3650, 825
 _FIRST_CLIENT = "engine"
-_RESERVED = ("ca", "server", TOKEN_NAME)
+_RESERVED = ("ca", "server", "tier", TOKEN_NAME)
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 _TOKEN_BYTES = 32
 
@@ -73,6 +76,10 @@ def keygen(
     admin_token: Annotated[
         bool, typer.Option("--admin-token", help="Make a token for the admin API.")
     ] = False,
+    tier_keys: Annotated[
+        bool,
+        typer.Option("--tier-keys", help="Make the secrets that encrypt a shared tier."),
+    ] = False,
     days: Annotated[
         int,
         typer.Option(
@@ -81,29 +88,43 @@ def keygen(
     ] = _DAYS,
     json: Json = False,
 ) -> None:
-    """Make a CA, certificates for server and engines, and a token for the admin API. Nothing is
-    ever overwritten."""
+    """Make a CA, certificates for server and engines, a token for the admin API, and the secrets of a
+    shared tier. Nothing is ever overwritten."""
     where = (directory or keys_dir()).expanduser().absolute()
-    is_complete = admin_token or admin or (hosts and (where / "ca.pem").exists())
+    is_complete = admin_token or admin or tier_keys or (hosts and (where / "ca.pem").exists())
     clients = names or ([] if is_complete else [_FIRST_CLIENT])
-    made = make(where, clients, tenants, admin_token, tuple(hosts or ()), days, admin=admin)
+    made = make(
+        where,
+        clients,
+        tenants,
+        admin_token,
+        tuple(hosts or ()),
+        days,
+        admin=admin,
+        tier_keys=tier_keys,
+    )
     if json:
         show_json(made)
         return
+    _show(where, made)
+    if not names and clients:
+        note(
+            f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b"
+        )
+
+
+def _show(where: Path, made: dict[str, Any]) -> None:
     for path in made["files"]:
         print(path)
     print()
     for line in lines_for_people(made):
         print(line)
     note(
-        "files that end in .key and the token are secrets: move each to the host that needs it, and nowhere else"
+        "files that end in .key or .keys and the token are secrets: "
+        "move each to the host that needs it, and nowhere else"
     )
     if os.geteuid() == 0:
         note(f"a server of another user cannot read these files: chown -R USER {where}")
-    if not names and clients:
-        note(
-            f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b"
-        )
 
 
 def make(
@@ -115,6 +136,7 @@ def make(
     days: int = _DAYS,
     *,
     admin: bool = False,
+    tier_keys: bool = False,
 ) -> dict[str, Any]:
     """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The CA
     and the server's certificate are made with the first client; a server's certificate that is
@@ -139,6 +161,9 @@ def make(
     if admin_token:
         texts[where / TOKEN_NAME] = secrets.token_urlsafe(_TOKEN_BYTES) + "\n"
         server["admin_token"] = str(where / TOKEN_NAME)
+    if tier_keys:
+        texts[where / TIER_KEYS] = new_tier_keys()
+        server["tier_keys"] = str(where / TIER_KEYS)
     _write(texts)
     return {
         "directory": str(where),
@@ -254,9 +279,10 @@ def _next_steps(made: dict[str, Any]) -> list[str]:
     if not made["clients"]:
         token = "from then on all but /healthz and /readyz asks for the token"
         certificate = "one that runs with them already reads its new certificate by itself"
-        parts = [certificate] * ("tls_cert" in made["server"]) + [token] * (
-            "admin_token" in made["server"]
-        )
+        tier = "every server of the shared tier needs the same file, and the tier is empty at first"
+        parts = [certificate] * ("tls_cert" in made["server"])
+        parts += [token] * ("admin_token" in made["server"])
+        parts += [tier] * ("tier_keys" in made["server"])
         return ["; ".join(["start the server with its lines", *parts])]
     if all(client["admin"] for client in made["clients"]):
         return [

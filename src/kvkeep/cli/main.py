@@ -1,9 +1,10 @@
 """`kvkeep`: all commands, and how errors end them.
 
     exit code   0  done
-                1  the server refused, or failed
+                1  the server refused, or failed; `kvkeep doctor` has found something wrong
                 2  the command, a setting or the pool is wrong
                 3  no server answers
+                4  `kvkeep verify` has found blocks that are bad or cannot be read
 
 An error is two lines on stderr: `error: ...` and, if there is a remedy, `hint: ...`. Only a bug
 shows a traceback."""
@@ -13,22 +14,77 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvkeep import __version__
 from kvkeep.cli import bench, tenants
 from kvkeep.cli.admin import drain, settings_app, status
 from kvkeep.cli.demo import demo
+from kvkeep.cli.doctor import doctor
+from kvkeep.cli.explain import explain
 from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
+from kvkeep.cli.plan import show_plan
+from kvkeep.cli.prefetch import prefetch
 from kvkeep.cli.serve import ServeCommand, serve
+from kvkeep.cli.tiers import tiers
+from kvkeep.cli.top import top
+from kvkeep.cli.verify import verify
 from kvkeep.errors import KVKeepError, PoolError, RequestError, SettingsError, Unavailable
 
 EXIT_REFUSED, EXIT_WRONG, EXIT_UNAVAILABLE = 1, 2, 3
 
+# The sections of `kvkeep --help`: the commands of each in order, with a help that fits 80 columns.
+# Commands that others add follow in a section of their own.
+SECTIONS: dict[str, dict[str, str]] = {
+    "Daily": {
+        "serve": "Run a server in the foreground.",
+        "status": "Show the server: pool, sessions, hits, tenants.",
+        "top": "Show the server live, once a second.",
+        "doctor": "Check this host and its server, with remedies.",
+        "explain": "Show why blocks of requests missed.",
+        "drain": "Stop the server in order; its pool stays.",
+        "tiers": "Show the server's disks and its shared tier.",
+        "settings": "Show a server's settings, and change live ones.",
+    },
+    "Tenants": {
+        "tenants": "Show tenants, set quotas and limits, clear blocks.",
+        "prefetch": "Bring a tenant's blocks from disk to memory.",
+    },
+    "Tools": {
+        "plan": "Show what memory and disk a trace of requests is worth.",
+        "keygen": "Make certificates and an admin token.",
+        "verify": "Compare every block on disk with its checksum.",
+        "bench": "Measure this machine.",
+        "demo": "See engines share a cache that is killed meanwhile.",
+    },
+}
+
+
+class Sections(TyperGroup):
+    """Lists commands in sections."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        known = {name for section in SECTIONS.values() for name in section}
+        more = {
+            name: command.get_short_help_str(50)
+            for name, command in self.commands.items()
+            if name not in known
+        }
+        width = max(map(len, self.commands))
+        for title, section in {**SECTIONS, "Development": more}.items():
+            if section:
+                with formatter.section(title):
+                    formatter.write_dl(
+                        [(f"{name:{width}}", text) for name, text in section.items()]
+                    )
+
+
 app = typer.Typer(
+    cls=Sections,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,7 +98,16 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve)
 app.command("status")(status)
+app.command("top")(top)
+app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    doctor
+)
+app.command("explain")(explain)
 app.command("drain")(drain)
+app.command("tiers")(tiers)
+app.command("prefetch")(prefetch)
+app.command("verify")(verify)
+app.command("plan")(show_plan)
 app.command("demo")(demo)
 app.command("keygen")(keygen)
 app.add_typer(tenants.app, name="tenants")

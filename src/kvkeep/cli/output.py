@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 _HELP_WIDTH = 110
@@ -22,8 +24,12 @@ def show_json(data: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table whose numbers stand right. Piped into a file it is not cut to the width of a
-    terminal."""
+    """Prints a table. Piped into a file it is not cut to the width of a terminal."""
+    _print(table_of(columns, rows))
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A table whose numbers stand right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [[_cell(value) for value in row] for row in rows]
     for index, column in enumerate(columns):
@@ -31,7 +37,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(column, justify="right" if numbers and rows else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    _print(table)
+    return table
 
 
 def show_facts(facts: Iterable[tuple[str, str]]) -> None:
@@ -83,6 +89,22 @@ def help_section(
 def note(text: str) -> None:
     """For people who watch: never part of the answer."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, if that is a terminal. The function that it gives takes how many
+    bytes are done, and of how many."""
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 def _cell(value: Any) -> str:

@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -23,6 +24,8 @@ import typer
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import is_loopback, split_host
+from kvkeep.wire.frames import MAGIC, Header, encode
+from kvkeep.wire.messages import Ping
 from kvkeep.wire.peers import peer_uid
 from kvkeep.wire.secret_files import at_home, read_token
 from kvkeep.wire.tls import handshake_problem, show_own, trust_ca
@@ -97,15 +100,17 @@ def ask(
     body: Any = None,
     timeout_s: float | None = None,
     token_file: Path | None = None,
+    *,
+    needs_token: bool = False,
 ) -> Any:
     """The reply's JSON; None without a body. Unavailable if no server answers, RequestError for a
-    refusal."""
+    refusal. `needs_token`: the route wants one in any case, as all do that change something."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     if token_file is not None:
         token = read_token(token_file.expanduser())
         return _send(url, path, method, body, timeout_s, lambda connected: (token, ""))
-    found, withheld = _found_token(url, method)
+    found, withheld = _found_token(url, method, needs_token=needs_token)
 
     def choose(connected: socket.socket) -> tuple[bytes | None, str]:
         why = _distrust(connected, timeout_s) if found else ""
@@ -137,6 +142,8 @@ def _send(
             raise _silent(url, timeout_s, method) from None
         if isinstance(error, ssl.SSLError):
             raise _unproved(url, error) from None
+        if isinstance(error, ConnectionError | http.client.BadStatusLine) and is_for_engines(url):
+            raise _for_engines(url) from None
         raise Unavailable(
             f"no kvkeep server answers at {url}: {getattr(error, 'strerror', None) or error}",
             "start one with `kvkeep serve`, or name its address with --http HOST:PORT or "
@@ -173,15 +180,16 @@ def _distrust(connected: socket.socket, timeout_s: float) -> str:
     )
 
 
-def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
+def _found_token(url: str, method: str, *, needs_token: bool = False) -> tuple[bytes | None, str]:
     """The default token for a server on this host, or why there is none. It is that of `kvkeep
-    keygen`, or for changes the one that a server without `admin_token` has made for itself."""
+    keygen`, or where one is needed in any case the one that a server without `admin_token` has made
+    for itself."""
     if not is_loopback(host_and_port(url)[0]):
         return None, ""
     usual = keys_dir() / TOKEN_NAME
     # Path.exists raises if the directory belongs to another user.
     token = read_token(usual) if os.path.exists(usual) else None
-    if method == "GET":
+    if method == "GET" and not needs_token:
         return token, ""
 
     def choose(connected: socket.socket) -> tuple[bytes | None, str]:
@@ -259,6 +267,37 @@ def _unproved(url: str, error: ssl.SSLError) -> Unavailable:
         f"{TLS_VARIABLES[2]} names the CA of the server, {TLS_VARIABLES[0]} and "
         f"{TLS_VARIABLES[1]} our certificate; for a server without TLS use --http "
         f"http://{url.partition('://')[2]}",
+    )
+
+
+def is_for_engines(address: str) -> bool:
+    """Whether a kvkeep server listens for engines there, without TLS: it answers our Ping."""
+    ping = b"".join(encode(Header(0, 1), Ping()))
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(host_and_port(address), timeout=1) as probe,
+    ):
+        probe.sendall(ping)
+        return probe.recv(len(MAGIC)) == MAGIC
+    return False
+
+
+def time_at(address: str) -> float | None:
+    """The time that a server's answers have, in seconds since 1970; None if they have none.
+    OSError if it does not answer."""
+    with contextlib.closing(_connect(_url(address), _ANSWER_WITHIN_S)) as connection:
+        connection.request("GET", "/healthz")
+        date = connection.getresponse().getheader("date")
+    try:
+        return parsedate_to_datetime(date).timestamp() if date else None
+    except ValueError:
+        return None
+
+
+def _for_engines(url: str) -> Unavailable:
+    return Unavailable(
+        f"{url.partition('://')[2]} is the address for engines, not the server's HTTP address",
+        f"name http_address with --http HOST:PORT; the default is {DEFAULT_ADDRESS}",
     )
 
 

@@ -64,11 +64,14 @@ def serve(
     it."""
     # Not at the top: every other command would load the server.
     from kvkeep.server.daemon import Daemon
+    from kvkeep.server.listeners import check_free
 
     keep_freed_memory()
     signals = Signals()
     settings = Settings.load(config, os.environ, context.args, fresh=fresh)
     set_up_logging(settings.log_level, settings.log_json)
+    check_free(settings.address)
+    check_free(f"tcp://{settings.http_address}", f"{settings.http_address} for HTTP")
     daemon = Daemon(settings, fresh=fresh)
     front = Front(daemon, ready_json)
     try:

@@ -3,8 +3,6 @@
 A tenant is named by its id. A salt is read from stdin, or typed without echo: the id is made here,
 so the salt reaches neither the server nor a log, the shell's history or the list of processes."""
 
-from __future__ import annotations
-
 import getpass
 import re
 import sys
@@ -67,69 +65,49 @@ class QuotaCommand(TyperCommand):
         return ["[OPTIONS]", "[TENANT]", "SIZE"]
 
 
-# Unknown options are passed on, or a size such as -1 would be one.
-@app.command("set-quota", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
-def set_quota(
-    tenant: Tenant = None,
-    size: Annotated[
-        str | None,
-        typer.Argument(
-            help="A size such as 8GiB. 0 promises nothing: the tenant may only borrow.",
-            show_default=False,
-        ),
-    ] = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Promise a tenant memory. Kept over restarts."""
-    name, nbytes = _tenant_and_size(tenant, size, salt_stdin, "quota", "0 promises nothing")
-    _change(name, "quota", nbytes, http, token_file, json)
+def _add_set_and_unset(what: str, set_help: str, size_help: str, zero: str) -> None:
+    """Adds `set-quota` and `unset-quota`, or those of the limit. `zero` says what a size of 0
+    means. Typer evaluates annotations, so this file must not import `annotations` from __future__:
+    as text, `size_help` would not be known to it."""
+
+    def set_size(
+        tenant: Tenant = None,
+        size: Annotated[str | None, typer.Argument(help=size_help, show_default=False)] = None,
+        salt_stdin: SaltStdin = False,
+        http: Http = DEFAULT_ADDRESS,
+        token_file: TokenFile = None,
+        json: Json = False,
+    ) -> None:
+        name, nbytes = _tenant_and_size(tenant, size, salt_stdin, what, zero)
+        _change(name, what, nbytes, http, token_file, json)
+
+    def unset_size(
+        tenant: Tenant = None,
+        salt_stdin: SaltStdin = False,
+        http: Http = DEFAULT_ADDRESS,
+        token_file: TokenFile = None,
+        json: Json = False,
+    ) -> None:
+        _change(named(tenant, salt_stdin), what, None, http, token_file, json)
+
+    # Unknown options are passed on, or a size such as -1 would be one.
+    context = {"ignore_unknown_options": True}
+    app.command(f"set-{what}", cls=QuotaCommand, context_settings=context, help=set_help)(set_size)
+    app.command(f"unset-{what}", help=f"Give a tenant the default {what} again.")(unset_size)
 
 
-@app.command("set-limit", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
-def set_limit(
-    tenant: Tenant = None,
-    size: Annotated[
-        str | None,
-        typer.Argument(
-            help="A size such as 8GiB. 0: nothing of the tenant is stored.", show_default=False
-        ),
-    ] = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Limit the memory that a tenant may use. Kept over restarts."""
-    zero = "0 means that nothing is stored"
-    name, nbytes = _tenant_and_size(tenant, size, salt_stdin, "limit", zero)
-    _change(name, "limit", nbytes, http, token_file, json)
-
-
-@app.command("unset-quota")
-def unset_quota(
-    tenant: Tenant = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Give a tenant the default quota again."""
-    _change(named(tenant, salt_stdin), "quota", None, http, token_file, json)
-
-
-@app.command("unset-limit")
-def unset_limit(
-    tenant: Tenant = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
-    """Give a tenant the default limit again."""
-    _change(named(tenant, salt_stdin), "limit", None, http, token_file, json)
+_add_set_and_unset(
+    "quota",
+    "Promise a tenant memory. Kept over restarts.",
+    "A size such as 8GiB. 0 promises nothing: the tenant may only borrow.",
+    "0 promises nothing",
+)
+_add_set_and_unset(
+    "limit",
+    "Limit the memory that a tenant may use. Kept over restarts.",
+    "A size such as 8GiB. 0: nothing of the tenant is stored.",
+    "0 means that nothing is stored",
+)
 
 
 def _change(
@@ -180,6 +158,7 @@ def clear(
     name = named(tenant, salt_stdin)
     said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", None, _CLEAR_WITHIN_S, token_file)
     _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
+    _warn_of_unreached(said["unreached"])
 
 
 @app.command("clear-all")
@@ -196,6 +175,7 @@ def clear_all(
     path = "/v1/blocks?confirm=everything"
     said = ask(http, path, "DELETE", None, _CLEAR_WITHIN_S, token_file)
     _say(json, said, _out_of_use(said["blocks"]))
+    _warn_of_unreached(said["unreached"])
 
 
 @app.command("id")
@@ -241,10 +221,18 @@ def read_salt() -> str:
     return salt
 
 
+FIGURE_COLUMNS = ("tokens loaded", "computed", "seconds saved")
+
+
+def figure_cells(figures: dict[str, Any]) -> tuple[Any, ...]:
+    """What the cache gave a tenant or a session, for the end of its row."""
+    return figures["tokens_loaded"], figures["tokens_computed"], figures["saved_s"]
+
+
 def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """Columns and rows of a table of tenants."""
     columns = ["tenant", "blocks", "usage", "quota", "limit", "own"]
-    columns += ["lookups", "blocks hit", "missed", "tokens loaded"]
+    columns += ["lookups", "blocks hit", "missed", *FIGURE_COLUMNS]
     return columns, [
         (
             t["tenant"],
@@ -253,7 +241,8 @@ def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[
             _quota_shown(t),
             None if t["limit_bytes"] is None else format_size(t["limit_bytes"]),
             ", ".join(what for what in ("quota", "limit") if t[f"own_{what}"]),
-            *(t[name] for name in ("lookups", "hit_blocks", "missed_blocks", "loaded_tokens")),
+            *(t[name] for name in ("lookups", "hit_blocks", "missed_blocks")),
+            *figure_cells(t["figures"]),
         )
         for t in tenants
     ]
@@ -270,6 +259,16 @@ def _quota_shown(tenant: dict[str, Any]) -> str | None:
 
 def _out_of_use(blocks: int, whose: str = "") -> str:
     return f"{counted(blocks, 'block')}{whose} {'is' if blocks == 1 else 'are'} out of use"
+
+
+def _warn_of_unreached(hosts: list[str]) -> None:
+    if hosts:
+        named = ", ".join(hosts)
+        print(
+            f"warning: not confirmed by {named}: they clear their memory and disks when they next "
+            "read the shared tier, and use nothing of it before",
+            file=sys.stderr,
+        )
 
 
 def _say(as_json: bool, data: dict[str, Any], text: str) -> None:

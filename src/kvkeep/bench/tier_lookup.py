@@ -1,0 +1,191 @@
+"""How long lookups of blocks in memory take while a disk tier moves blocks, against a server without
+a tier.
+
+Two servers, measured in turns. A client looks up the same 512 blocks, which stay in memory; another
+asks for one prefix after the other that only the disk has, so that the disk is always busy. The
+server without a tier gets the same requests."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvkeep.client.cache import Cache, connect
+from kvkeep.client.options import ClientOptions
+from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess, ServerProcess
+from kvkeep.tiers.service_address import given_credentials
+from kvkeep.tiers.tier_address import TierAddress
+from kvkeep.units import KIB, MIB
+
+PROBED_BLOCK_BYTES = 64 * KIB
+LEAST_POOL_BYTES = 64 * MIB
+_MOST_POOL_BYTES = 256 * MIB
+_PROBED_BLOCKS = 512
+_CHAIN_BLOCKS = 64
+_ASK_EVERY_S = 0.002
+_GIVE_UP_S = 120.0
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def lookup_times(tier: TierAddress, samples: int, turns: int = 8) -> dict[str, Any]:
+    """The 99th percentile of a lookup with and without the tier, and how fast the tier moved
+    meanwhile. The tier must have at least four times LEAST_POOL_BYTES."""
+    pool_bytes = min(tier.size_bytes // 4 or LEAST_POOL_BYTES, _MOST_POOL_BYTES) // MIB * MIB
+    took: dict[str, list[float]] = {"without": [], "with": []}
+    moved_bytes, seconds = 0, 0.0
+    with ExitStack() as ends:
+        plain = ends.enter_context(_Server("without", pool_bytes))
+        tiered = ends.enter_context(_Server("with", pool_bytes, "--tier", str(tier)))
+        for server in (plain, tiered):
+            server.fill()
+        for turn in range(turns):
+            for server in (plain, tiered) if turn % 2 else (tiered, plain):
+                before, started = server.moved_bytes(), time.perf_counter()
+                with server.moving():
+                    took[server.name] += server.lookups(samples // turns)
+                    if server is tiered:
+                        moved_bytes += server.moved_bytes() - before
+                        seconds += time.perf_counter() - started
+    without, with_tier = (float(np.percentile(took[name], 99)) * 1e3 for name in took)
+    return {
+        "p99_ms_without": round(without, 3),
+        "p99_ms_with": round(with_tier, 3),
+        "moved_gbps": round(moved_bytes / seconds / 1e9, 3),
+        "samples": len(took["with"]),
+    }
+
+
+class _Server:
+    """A server, and a client that looks up. The client that keeps the tier busy is a process."""
+
+    def __init__(self, name: str, pool_bytes: int, *flags: str) -> None:
+        self.name = name
+        self._flags = ("--pool-size", f"{pool_bytes // MIB}MiB", *flags)
+        self._chains = 2 * pool_bytes // PROBED_BLOCK_BYTES // _CHAIN_BLOCKS
+        self._turn = 0
+
+    def __enter__(self) -> _Server:
+        with ExitStack() as ends:
+            self._process = ends.enter_context(
+                ServerProcess(*self._flags, environment=given_credentials())
+            )
+            address = self._process.address
+            self._prober = ends.enter_context(_client(address))
+            self._ends = ends.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def fill(self) -> None:
+        """Stores twice what memory holds, and waits until the disk has it."""
+        noise = np.random.default_rng(1).integers(
+            0, 1 << 63, (_PROBED_BLOCKS, PROBED_BLOCK_BYTES // 8), dtype=np.uint64
+        )
+        until = time.monotonic() + _GIVE_UP_S
+        for chain in range(self._chains):
+            wanted = (chain + 1) * _CHAIN_BLOCKS
+            self._prober.put(_tokens(chain), noise[:_CHAIN_BLOCKS])
+            while self.name == "with" and self._written() < wanted - 8 * _CHAIN_BLOCKS:
+                if time.monotonic() > until:
+                    raise KVKeepError(
+                        "the tier did not take what was stored", "is it large enough?"
+                    )
+                time.sleep(_ASK_EVERY_S)
+        self._prober.put(_probed(), noise)
+
+    def lookups(self, count: int) -> list[float]:
+        """Seconds of each lookup."""
+        took = []
+        for _ in range(count):
+            started = time.perf_counter()
+            found = self._prober.contains(_probed())
+            took.append(time.perf_counter() - started)
+            if found != _PROBED_BLOCKS:
+                raise KVKeepError(f"{found} of {_PROBED_BLOCKS} blocks were in memory")
+            time.sleep(_ASK_EVERY_S / 2)
+        return took
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Asks for prefixes that are not in memory meanwhile, and waits for the last of them. The
+        blocks that are looked up stay in use until then, or they would be evicted."""
+        self._turn += 1
+        program = "-m", __spec__.name, self._process.address, str(self._chains), str(self._turn)
+        asker = JsonProcess("the client that keeps the tier busy", program)
+        try:
+            asker.receive(_GIVE_UP_S)
+            yield
+        finally:
+            asker.end(within_s=_GIVE_UP_S)
+            while self.name == "with" and self._tier()["promotions"]:
+                self.lookups(10)
+
+    def moved_bytes(self) -> int:
+        if self.name == "without":
+            return 0
+        counts = self._tier()["counts"]
+        return int(counts["promoted_bytes"] + counts["written_bytes"])
+
+    def _written(self) -> int:
+        """Blocks. A shared tier counts those of all hosts, so what this one has written counts."""
+        tier = self._tier()
+        return int(tier["counts"]["written_blocks"] if tier["is_shared"] else tier["blocks"])
+
+    def _tier(self) -> dict[str, Any]:
+        with _opener.open(f"http://{self._process.http}/v1/tiers", timeout=10) as reply:
+            (tier,) = json.load(reply)
+            return dict(tier)
+
+
+def _client(address: str) -> Cache:
+    return connect(
+        model="bench",
+        revision="1",
+        block_tokens=1,
+        block_shape=(PROBED_BLOCK_BYTES // 8,),
+        dtype="uint64",
+        required=True,
+        wait_ms=10_000,
+        options=ClientOptions(address, lookup_deadline_ms=10_000, tier_patience="best_effort"),
+    )
+
+
+def _tokens(chain: int) -> list[int]:
+    return list(range(chain * _CHAIN_BLOCKS, (chain + 1) * _CHAIN_BLOCKS))
+
+
+def _probed() -> list[int]:
+    return list(range(1 << 20, (1 << 20) + _PROBED_BLOCKS))
+
+
+def main() -> None:
+    """Asks for one prefix after the other until stdin ends."""
+    address, chains, turn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    over = threading.Event()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    with _client(address) as cache:
+        print(json.dumps({"ready": True}), flush=True)
+        chain = turn * chains // 3
+        while not over.wait(_ASK_EVERY_S):
+            chain = (chain + 1) % chains
+            cache.contains(_tokens(chain))
+
+
+if __name__ == "__main__":
+    main()

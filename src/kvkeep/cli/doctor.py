@@ -1,0 +1,88 @@
+"""`kvkeep doctor`: what is wrong on this host, or with its server, and what to do about it.
+
+Each check gives one finding. A check that fails itself is a finding, too: nothing that is odd on a
+host ends the command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli import doctor_host, doctor_server
+from kvkeep.cli.doctor_host import Finding
+from kvkeep.cli.output import Json, counted, show_json, show_table
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile
+
+EXIT_FOUND = 1
+
+
+def doctor(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
+    server: Annotated[
+        bool, typer.Option(help="Ask the running server; --no-server: check this host alone.")
+    ] = True,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Check this host and its server, and name a remedy for what is wrong. Takes the flags of
+    `kvkeep serve`, too."""
+    settings, finding = doctor_host.settings_of(config, context.args, os.environ)
+    findings = [finding]
+    if settings is not None:
+        for check in doctor_host.OF_SETTINGS:
+            findings.append(_carried_out(check.__name__, partial(check, settings)))
+    findings += [_carried_out(check.__name__, check) for check in doctor_host.OF_ENVIRONMENT]
+    if server:
+        findings += _of_server(doctor_server.Running(http, token_file, settings))
+    if json:
+        show_json({"findings": [asdict(each) for each in findings]})
+    else:
+        _show(findings)
+    if not all(each.ok for each in findings):
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _of_server(running: doctor_server.Running) -> list[Finding]:
+    """The checks that need an answer are skipped without one."""
+    findings = []
+    for check in doctor_server.WITHOUT_ANSWER:
+        findings.append(_carried_out(check.__name__, partial(check, running)))
+    if running.has_answered:
+        for check in doctor_server.WITH_ANSWER:
+            findings.append(_carried_out(check.__name__, partial(check, running)))
+    return findings
+
+
+def _carried_out(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # guard: one odd check must not hide the findings of the others
+        return Finding(
+            name.replace("_", " "),
+            False,
+            f"the check failed: {type(error).__name__}: {error}",
+            "report this with the output of `kvkeep doctor --json`",
+        )
+
+
+def _show(findings: list[Finding]) -> None:
+    rows = [(_state(each), each.check, each.found) for each in findings]
+    show_table(("", "check", "found"), rows)
+    wrong = [each for each in findings if not each.ok]
+    print()
+    for each in wrong:
+        print(f"{each.check}: {each.remedy}")
+    if not wrong:
+        print(f"nothing is wrong ({counted(len(findings), 'check')})")
+
+
+def _state(finding: Finding) -> str:
+    return "WRONG" if not finding.ok else "skipped" if finding.skipped else "ok"

@@ -1,0 +1,100 @@
+"""`kvkeep explain`: what requests were served from, and why the rest of their prompts was computed."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from kvkeep.cli.output import Json, show_facts, show_json, show_table
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.errors import SettingsError
+from kvkeep.kv.outcomes import LAST, LOADED, LOCAL, NAMES, OUTCOMES
+
+_MEANING = dict(OUTCOMES)
+_HITS = (NAMES[LOCAL], NAMES[LOADED])
+
+
+def explain(
+    request: Annotated[
+        str | None, typer.Argument(help="The engine's name of a request, or how it begins.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Show this number of the newest requests.")
+    ] = None,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Show what requests were served from, and why their other blocks missed."""
+    if (request is None) == (last is None):
+        raise SettingsError("expected either REQUEST or --last", "for example --last 20")
+    path = f"/v1/explain?request={quote(request)}" if request else f"/v1/explain?last={last}"
+    said = ask(http, path, token_file=token_file, needs_token=True)
+    if json:
+        show_json(said)
+    elif request:
+        show_facts(facts(said[0]))
+    elif said:
+        show_table(*rows(said))
+    else:
+        print("no request has finished yet")
+
+
+def rows(requests: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """One line a request."""
+    columns = ("request", "ago", "tenant", "tokens", "loaded", "computed", "blocks missed")
+    return columns, [
+        (
+            *(each["request"], _ago(each), each["tenant"], each["prompt_tokens"]),
+            *(each["tokens_loaded"], each["tokens_computed"], _missed(each)),
+        )
+        for each in requests
+    ]
+
+
+def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of one request."""
+    saved = "not known" if said["saved_s"] is None else f"{said['saved_s']:,.3f} s"
+    lines = [
+        ("request", f"{said['request']}, finished {_ago(said)} ago"),
+        ("tenant", said["tenant"]),
+        ("engine", f"{said['engine']}, session {said['session']}, model {said['model'] or '-'}"),
+        (
+            "prompt",
+            f"{said['prompt_tokens']:,} tokens: {said['tokens_local']:,} local,"
+            f" {said['tokens_loaded']:,} loaded, {said['tokens_computed']:,} computed",
+        ),
+        ("time saved", saved),
+        ("blocks", f"{said['blocks']:,}"),
+    ]
+    at = 0
+    for name, count in said["runs"]:
+        lines.append((_range(at, count), f"{name.replace('_', ' ')}: {_MEANING.get(name, name)}"))
+        at += count
+    if evicted := said["evicted"]:
+        when = f"{evicted['newest_s']:,.1f} to {evicted['oldest_s']:,.1f} s before it was asked for"
+        lines.append(("evicted", f"{when}, for tenant {evicted['by'] or 'not known'}"))
+    if said["differs"]:
+        lines.append(("differs", ", ".join(said["differs"])))
+    return lines
+
+
+def _range(start: int, count: int) -> str:
+    return f"  {start}" if count == 1 else f"  {start}-{start + count - 1}"
+
+
+def _missed(said: dict[str, Any]) -> str:
+    """Why blocks missed, the most frequent reason first; what is always computed is left out."""
+    causes = {
+        name: count for name, count in said["outcomes"].items() if name not in (*_HITS, NAMES[LAST])
+    }
+    ranked = sorted(causes, key=causes.__getitem__, reverse=True)
+    return ", ".join(f"{causes[name]} {name.replace('_', ' ')}" for name in ranked) or "none"
+
+
+def _ago(said: dict[str, Any]) -> str:
+    seconds = max(0.0, time.time() - said["finished_s"])
+    return f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
