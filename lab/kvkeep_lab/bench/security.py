@@ -11,10 +11,7 @@ hit are the control: can those be told apart, the clock is good."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.cli.keygen import make
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.transport import StreamTransport
-from kvkeep.errors import SettingsError, Unavailable
+from kvkeep.errors import Unavailable
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity, tenant_of
 from kvkeep.kv.keys import KEY_BYTES
@@ -144,21 +142,7 @@ def _server(tls: bool) -> Iterator[ClientOptions]:
 
 def make_certificates(where: Path) -> tuple[list[str], dict[str, Any]]:
     """The server's flags and the client's options for TLS. SettingsError if none can be made."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvkeep.cli.main",
-        "keygen",
-        "--dir",
-        str(where),
-        "--name",
-        "bench",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SettingsError("`kvkeep keygen` made no certificates", done.stderr.strip())
-    made = json.loads(done.stdout)
+    made = make(where, ["bench"])
     flags = [
         word
         for name, value in made["server"].items()

@@ -33,6 +33,7 @@ _TENANTS = 100_000
 _NAMES = 200
 _LEASES = 4_000
 _SINGLES = 20
+_SLABS_MOVED = 4
 _NOW_MS = 1_000
 _TTL_MS = 1_000
 
@@ -119,7 +120,7 @@ def run(blocks: int = 1_000_000) -> dict[str, Any]:
     """Fills several stores one after the other, and measures what takes much out of use at once or
     makes room."""
     rows: list[dict[str, Any]] = []
-    for measure in (_one_tenant, _many_tenants, _layouts, _full_pool, _used_again):
+    for measure in (_one_tenant, _many_tenants, _layouts, _full_pool, _used_again, _other_sizes):
         with TemporaryDirectory(prefix="kvkeep-turns-", dir="/dev/shm") as directory:
             rows += measure(blocks, Path(directory))
         gc.collect()
@@ -243,6 +244,29 @@ def _full_pool(blocks: int, directory: Path) -> list[dict[str, Any]]:
     for _ in range(_SINGLES):
         world.put("other", b"", world.keys(_PART_BLOCKS), turns=turns)
     world.note("the same, where single blocks make way", _SINGLES * _PART_BLOCKS, turns)
+    return world.rows
+
+
+def _other_sizes(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    """Slabs change their size: for one with cold blocks only, and where a recent block is in each of
+    those with the oldest leaves, so that the coldest slab is looked for."""
+    world = _World(blocks, directory)
+    store, small = world.store, world.layout
+    root = world.fill("t", blocks + _SLAB_SLOTS, _CHAIN_BLOCKS)
+    for name, again in (("old", 0), ("mixed", len(world.leaves))):
+        for number, leaf in enumerate(world.leaves[:again:97], start=1 << 40):
+            store.lookup(1, number, "t", small, root + leaf, 0, _NOW_MS)
+            store.release(1, number, _NOW_MS)
+        turns = _Turns()
+        for slots in range(2, 2 + _SLABS_MOVED):
+            shard_bytes = (_SLOT_BYTES * (slots + len(name)),)
+            world.layout = store.open_layout(1, name.encode() + b"%d" % slots, shard_bytes).number
+            while world.put("u", b"", world.keys(16), turns=turns):
+                while store.has_to_tidy:
+                    turns.take(lambda: store.tidy(_NOW_MS))
+        world.note(
+            f"{_SLABS_MOVED} slabs change their size, {name}", _SLABS_MOVED * _SLAB_SLOTS, turns
+        )
     return world.rows
 
 

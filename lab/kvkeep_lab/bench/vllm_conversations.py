@@ -16,19 +16,20 @@ turns run by run. Ratios compare runs of the same repeat."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvkeep.bench.vllm_session import (
-    PEERS,
     Choice,
     FreeMemory,
     Turns,
     fit_together,
     median,
+    peers_may_fail,
+    rotated,
     rounded,
     say,
 )
@@ -39,7 +40,6 @@ from kvkeep.bench.vllm_setup import (
     decoding_with_graphs,
     environment,
 )
-from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import JsonProcess
 from kvkeep.units import MIB
 from kvkeep_lab.bench.vllm_lanes import LoadedEngine
@@ -147,8 +147,7 @@ class Conversations:
                     self._run(engine, self.sizes.at_a_time // 2, _WARM_UP)
             for conversations in self.sizes.conversations:
                 for repeat in range(self.repeats):
-                    first = repeat % len(names)
-                    for engine in [*engines[first:], *engines[:first]]:
+                    for engine in rotated(engines, repeat):
                         if engine.name not in self.left_out:
                             with self._forgiving(engine.name), turns.turn(engine.name):
                                 self._run(engine, conversations, repeat)
@@ -181,16 +180,8 @@ class Conversations:
             f"{engine.name}: {said['seconds']:,.2f} s"
         )
 
-    @contextmanager
-    def _forgiving(self, name: str) -> Iterator[None]:
-        """A peer that fails is left out, and the figures of the others are kept."""
-        try:
-            yield
-        except KVKeepError as error:
-            if name not in PEERS:
-                raise
-            self.left_out.setdefault(name, f"conversations: {error.message}")
-            say(f"connector {name} is left out of conversations: {error.message}")
+    def _forgiving(self, name: str) -> AbstractContextManager[None]:
+        return peers_may_fail(name, self.left_out, "conversations")
 
     # -- the result
 

@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvkeep.bench.vllm_session import (
-    PEERS,
     Choice,
     FreeMemory,
     Turns,
     gpu_name,
     median,
+    peers_may_fail,
+    rotated,
     rounded,
     say,
     signals_end_the_block,
@@ -49,7 +50,6 @@ from kvkeep.bench.vllm_setup import (
     given_model,
     own_model,
 )
-from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import JsonProcess
 from kvkeep_lab.bench import vllm_conversations
 from kvkeep_lab.bench.vllm_fit import fitted, pool_bytes
@@ -184,8 +184,7 @@ class Bench:
             for scenario in self.plan.scenarios:
                 asked = [each for each in subjects if scenario in each.station.scenarios]
                 for turn in range(self.plan.repeats):
-                    first = turn % max(len(asked), 1)
-                    for subject in [*asked[first:], *asked[:first]]:
+                    for subject in rotated(asked, turn):
                         with (
                             self._forgiving(subject.station, scenario),
                             turns.turn(subject.station),
@@ -264,16 +263,8 @@ class Bench:
     def _all(self, name: str, scenario: str) -> list[dict[str, Any]]:
         return self.said.setdefault((name, scenario), [])
 
-    @contextmanager
-    def _forgiving(self, station: Station, scenario: str) -> Iterator[None]:
-        """A peer that fails is left out, and what others took minutes for is kept."""
-        try:
-            yield
-        except KVKeepError as error:
-            if station.connector not in PEERS:
-                raise
-            self.plan.choice.left_out.setdefault(station.connector, f"{scenario}: {error.message}")
-            say(f"connector {station.connector} is left out of {scenario}: {error.message}")
+    def _forgiving(self, station: Station, scenario: str) -> AbstractContextManager[None]:
+        return peers_may_fail(station.connector, self.plan.choice.left_out, scenario)
 
     @contextmanager
     def _subject(self, station: Station, engines: int) -> Iterator[Subject]:

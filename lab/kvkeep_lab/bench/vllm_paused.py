@@ -153,7 +153,7 @@ def _resumes(
     engine, same = engines["kvkeep"], True
     for prompt in reversed(stream):
         prompt = prompt[::-1]  # nothing of it is known
-        before = Stored(server.http).count()
+        before = Stored(server).count()
         cold = engine.ask(prompt, _ANSWER_TOKENS)
         engine.drop_local_cache()
         engines["none"].drop_local_cache()

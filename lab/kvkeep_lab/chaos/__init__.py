@@ -6,6 +6,7 @@ client.py       an engine process
 server.py       the server process
 network.py      connections between them
 sockets.py      the sockets that these use
+disk.py         the disk below the server
 faults.py       faults at a moment of the run
 checks.py       what must hold
 truth.py        the expected bytes of every block

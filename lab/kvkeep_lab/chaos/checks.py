@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvkeep.kv.checksum import checksum
+from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.store.operators import clear
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, NO_ROW, READY, STATE_NAMES, WRITING
-from kvkeep.store.tree import subtree
+from kvkeep.store.tree import with_descendants
 from kvkeep_lab.chaos.client import ChaosClient, ChaosConnection
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.chaos.server import ChaosServer
@@ -48,7 +48,10 @@ class Checks:
     def everything(self) -> None:
         if self._server.is_up:
             try:
-                check_integrity(self._server.store)
+                below = self._server.disk.index.store if self._server.disk else None
+                check_integrity(self._server.store, below)
+                if below is not None:
+                    check_integrity(below, self._server.store)
             except AssertionError as error:
                 raise Violation("broken_rules", f"the store contradicts itself: {error}") from error
             self._check_ready_blocks()
@@ -71,6 +74,11 @@ class Checks:
             tenant, sums = known
             if store.tenants.by_number[table.tenant[row]].name != tenant:
                 raise Violation("wrong_bytes", f"block {key.hex()} is ready for another tenant")
+            stated = layout.checks[table.check[row]]
+            if ((stated != sums) & (stated != ABSENT)).any():
+                raise Violation(
+                    "broken_rules", f"block {key.hex()} is ready with checksums of other bytes"
+                )
             if (key, table.slot[row]) in self.flipped:
                 continue
             for shard, expected in enumerate(sums.tolist()):
@@ -90,7 +98,16 @@ class Checks:
         server, place = self._server, client.place_of(address)
         if not server.is_up or place is None or place[0] != server.memory:
             return  # memory of its own, or of a pool that is gone
-        store, at = server.store, place[1]
+        self._check_holder(client.process.name, place[1], is_store)
+
+    def before_disk_copy(self, slot: int, is_write: bool) -> None:
+        """The mover owns the slots that it writes to and reads from."""
+        if self._server.is_up:
+            self._check_holder("the mover", slot, is_write)
+
+    def _check_holder(self, name: str, at: int, is_store: bool) -> None:
+        """A write or a lease holds the slot."""
+        server, store = self._server, self._server.store
         table, row = store.blocks.table, NO_ROW
         for each in table.live_rows().tolist():
             if 0 <= at - table.slot[each] < store.layouts[table.layout[each]].slot_bytes:
@@ -98,22 +115,25 @@ class Checks:
         allowed = (WRITING, EVICTING) if is_store else (READY, EVICTING)
         # A write pins its blocks, a lease the last one of a chain: what is above it stays, too.
         held = row != NO_ROW and any(
-            table.pins[each] for each in ([row] if is_store else subtree(table, row))
+            table.pins[each]
+            for each in ([row] if is_store else with_descendants(table, [row], len(table)))
         )
         if not held or table.state[row] not in allowed:
             state = "free" if row == NO_ROW else STATE_NAMES[table.state[row]]
             doing = "writes to" if is_store else "reads"
-            text = f"{client.process.name} {doing} slot {at}, which is {state}{'' if held else ' and nobody holds it'}"
+            text = f"{name} {doing} slot {at}, which is {state}{'' if held else ' and nobody holds it'}"
             # Raised here it would be a failed copy, which clients are made to survive.
             server.process.simulation.fail(Violation("wrong_bytes", text))
 
     def _check_quotas(self) -> None:
-        """Nobody within its own quota loses a block to somebody else's store."""
+        """No tenant within its own quota loses a block to another tenant's store. Dropped blocks
+        that a lease still holds count as usage, but cannot be lost."""
         store = self._server.store
-        indexed = {
+        usage = {
             t.name: (t.usage_bytes - t.unindexed_bytes, t.own_quota_bytes) for t in store.tenants
         }
-        moves, usage = store.eviction.slab_moves, indexed
+        in_memory = {t.name: t.usage_bytes for t in store.tenants}
+        moves = store.eviction.slab_moves
         evicted = store.eviction.evictions
         if self._usage and moves == self._moves and evicted > self._evictions:
             growing = [
@@ -126,17 +146,16 @@ class Checks:
                 if (
                     quota is not None
                     and now < min(before, quota)
+                    and in_memory.get(name, 0) < quota
                     and growing
                     and name not in growing
                 ):
                     raise Violation(
                         "broken_rules", f"tenant {name} lost blocks within its quota to {growing}"
                     )
-        self._usage, self._moves, self._evictions = (
-            {} if store.has_to_tidy else usage,
-            moves,
-            evicted,
-        )
+        self._usage = {} if store.has_to_tidy else usage
+        self._moves = moves
+        self._evictions = evicted
 
     def begin_anew(self) -> None:
         """There is another server, with what it found."""
@@ -223,6 +242,10 @@ class Checks:
         ]
         return writes + ([f"{evicting} blocks are evicting"] if evicting else [])
 
+    def moving(self) -> list[str]:
+        """What is on its way to or from the disk. Likewise."""
+        return self._server.disk.left() if self._server.disk else []
+
     def strays(self) -> list[str]:
         """Sessions that nobody has. Empty when those that are silent have timed out."""
         known = {each.welcome.session for each in self._connections() if each.welcome is not None}
@@ -240,17 +263,25 @@ class Checks:
     def pool_is_whole(self) -> None:
         """With all blocks gone, all memory can be used again."""
         store: Store = self._server.store
+        if self._server.disk is not None:
+            self._server.disk.clear(None)
+            self._check_room(self._server.disk.index.store, "on the disk")
         clear(store)
+        self._check_room(store, "in memory")
+
+    def _check_room(self, store: Store, where: str) -> None:
+        """With all blocks cleared, all slots can be used again."""
         while store.tidy(self._server.process.now_ms()):
             pass
         if len(store.blocks.table):
             raise Violation(
-                "leaked_blocks", f"{len(store.blocks.table)} blocks are left after all were cleared"
+                "leaked_blocks",
+                f"{len(store.blocks.table)} blocks are left {where} after all were cleared",
             )
         for slot_bytes in {layout.slot_bytes for layout in store.layouts}:
             room = store.slabs.available(slot_bytes)
             fit = store.pool_bytes // store.slabs.slab_bytes * store.slabs.per_slab(slot_bytes)
             if room != fit:
                 raise Violation(
-                    "leaked_blocks", f"{fit - room} slots of {slot_bytes} bytes are lost"
+                    "leaked_blocks", f"{fit - room} slots of {slot_bytes} bytes are lost {where}"
                 )

@@ -75,8 +75,15 @@ class ChaosClient:
     """One engine, and whatever takes its place when it has crashed."""
 
     def __init__(
-        self, number: int, item: EngineItem, cut: Cut, network: ChaosNetwork, record: Record
+        self,
+        number: int,
+        item: EngineItem,
+        cut: Cut,
+        network: ChaosNetwork,
+        record: Record,
+        patience: str = "best_effort",
     ) -> None:
+        self.patience = patience
         self.number = number
         self.item = item
         self.cut = cut
@@ -122,9 +129,8 @@ class ChaosClient:
         for shared_pool in self.shared_pools:
             if shared_pool._holders and shared_pool._descriptor >= 0:
                 os.close(shared_pool._descriptor)
-                shared_pool._descriptor = (
-                    -1
-                )  # what the threads do on their way out is not done by a process any more
+                # The threads that still end here must not act for a process that is gone.
+                shared_pool._descriptor = -1
         self.dead_pools += self.shared_pools
         self.shared_pools = []
 
@@ -222,10 +228,13 @@ class _Backend:
     """The engine's way to the server."""
 
     load_when: LoadWhen = "always"
+    tp_shards: int | None = None
 
     def __init__(self, client: ChaosClient) -> None:
         self._client = client
-        self._options = replace(_OPTIONS, shared_memory=client.item.shared_memory)
+        self._options = replace(
+            _OPTIONS, shared_memory=client.item.shared_memory, tier_patience=client.patience
+        )
         self._threads = SimulatedThreads(client.process)
 
     def lookup_side(self, shape: BlockShape) -> SchedulerAdapter:

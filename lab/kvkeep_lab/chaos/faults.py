@@ -111,6 +111,29 @@ class Faults:
         self._start_later(chance, fresh=True)
         return True
 
+    def _power_cut(self, chance: random.Random) -> bool:
+        """The server's host is gone with all that was in memory, and what was not synced to its
+        disk."""
+        if not self._server.is_up or self._server.disk is None:
+            return False
+        self._server.crash()
+        self._server.disk.cut_power()
+        self._start_later(chance, fresh=True)
+        for client in self._clients:
+            if client.item.shared_memory and not client.process.dead:
+                client.crash()
+                self._simulation.after(chance.randint(*_DOWN_US), client.start_if_dead)
+        return True
+
+    def _evicted_memory(self, chance: random.Random) -> bool:
+        """Memory loses all blocks, as if others had taken their place: only the disk has them."""
+        if not self._server.is_up or self._server.disk is None:
+            return False
+        clear(self._server.store)
+        for client in self._clients:
+            client.commands.append(lambda engine, client=client: _forget(engine, client, chance))  # type: ignore[misc]
+        return True
+
     def _server_restart(self, chance: random.Random) -> bool:
         if not self._server.is_up:
             return False
@@ -198,12 +221,15 @@ class Faults:
         if not self._server.is_up:
             return False
         store, now_ms = self._server.store, self._server.process.now_ms()
-        nbytes = chance.choice(
-            (None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1)
-        )
         tenant, is_own = tenant_of(chance.choice(SALTS)), chance.random() < 0.8
+        sizes = (None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1)
+        nbytes, is_quota = chance.choice(sizes), chance.random() < 0.6
+        known = store.tenants.get(tenant)
+        if known is not None and known.usage_bytes and chance.random() < 0.5:
+            # Less than a block is above this quota, so no block may be taken.
+            nbytes, is_quota, is_own = known.usage_bytes - 1, True, True
         try:
-            if chance.random() < 0.6:
+            if is_quota:
                 set_quota(store, tenant, nbytes, now_ms) if is_own else set_default_quota(
                     store, nbytes, now_ms
                 )
@@ -213,13 +239,18 @@ class Faults:
                 )
         except RequestError:  # it does not fit what others were promised, or what the tenant was
             return False
+        if self._server.disk is not None and self._server.disk.movement is not None:
+            self._server.disk.movement.follow_quotas()
         return True
 
     def _clear(self, chance: random.Random) -> bool:
         if not self._server.is_up:
             return False
         names = sorted(tenant.name for tenant in self._server.store.tenants)
-        clear(self._server.store, chance.choice(names) if names and chance.random() < 0.5 else None)
+        tenant = chance.choice(names) if names and chance.random() < 0.5 else None
+        if self._server.disk is not None:
+            self._server.disk.clear(tenant)
+        clear(self._server.store, tenant)
         return True
 
     def _drain(self, chance: random.Random) -> bool:

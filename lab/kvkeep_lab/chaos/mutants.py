@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvkeep.client.calls import Call, Calls, Debts
 from kvkeep.client.connection import Connection
 from kvkeep.client.loads import Load
+from kvkeep.client.requests import LoadOutcome
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.shared_pool import SharedPool
 from kvkeep.client.transport import StreamTransport
@@ -21,15 +24,18 @@ from kvkeep.client.worker import WorkerAdapter
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.server import network
 from kvkeep.server.connections import Connections
+from kvkeep.server.movement import Movement
 from kvkeep.server.service import Service
 from kvkeep.server.sessions import ServerSession
 from kvkeep.store import adopt
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.eviction import Eviction
 from kvkeep.store.order import EvictionOrder
-from kvkeep.store.store import Store
+from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
+from kvkeep.tiers import mover_process
+from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import frames
 from kvkeep.wire.frames import HEADER_BYTES
@@ -130,7 +136,7 @@ def _report_early() -> list[Patch]:
     def load(self: WorkerAdapter, job: Any, request: Any) -> None:
         right(self, job, request)
         with self._wake:
-            self._end_load(job, [])
+            self._end_load(job, LoadOutcome())
 
     right = WorkerAdapter.load
     return [(WorkerAdapter, "load", load)]
@@ -204,10 +210,14 @@ def _half_is_whole() -> list[Patch]:
 
     def missing_bytes(self: Stream) -> int:
         missing = right(self)
-        return 0 if self._sizes is not None and len(self._read) > HEADER_BYTES else missing
+        return 0 if self._sizes is not None and self._read_bytes > HEADER_BYTES else missing
 
-    right = Stream._missing_bytes
-    return [(Stream, "_missing_bytes", missing_bytes)]
+    def take(self: Stream, nbytes: int) -> bytes:
+        there = min(nbytes, self._read_bytes)
+        return right_take(self, there) if there else b""
+
+    right, right_take = Stream._missing_bytes, Stream._take
+    return [(Stream, "_missing_bytes", missing_bytes), (Stream, "_take", take)]
 
 
 def _drop_unsent() -> list[Patch]:
@@ -226,13 +236,13 @@ def _keep_lost_bytes() -> list[Patch]:
     """What came over a connection that is lost is read before what comes over the next."""
 
     def drop(self: StreamTransport) -> None:
-        self._kept = bytes(self._stream._read) if self._stream is not None else b""  # type: ignore[attr-defined]
+        self._kept = b"".join(self._stream._pieces) if self._stream is not None else b""  # type: ignore[attr-defined]
         right_drop(self)
 
     def begin(self: StreamTransport) -> None:
         right_begin(self)
         if self._stream is not None:
-            self._stream._read += getattr(self, "_kept", b"")
+            self._stream._keep(getattr(self, "_kept", b""))
 
     right_drop, right_begin = StreamTransport._drop, StreamTransport._begin
     return [(StreamTransport, "_drop", drop), (StreamTransport, "_begin", begin)]
@@ -299,14 +309,14 @@ def _reuse_session_number() -> list[Patch]:
 def _publish_early() -> list[Patch]:
     """A block is visible with its first shard."""
 
-    def shard_arrived(self: Blocks, rows: list[int], shard: int, layout: Any, *others: Any) -> None:
+    def shards_arrived(self: Blocks, rows: list[int], mask: int, layout: Any) -> None:
         for row in rows:
             if row in self.shards_in:
                 self.shards_in[row] = (1 << layout.shards) - 1
-        right(self, rows, shard, layout, *others)
+        right(self, rows, mask, layout)
 
-    right: Any = Blocks.shard_arrived
-    return [(Blocks, "shard_arrived", shard_arrived)]
+    right: Any = Blocks.shards_arrived
+    return [(Blocks, "shards_arrived", shards_arrived)]
 
 
 def _evict_pinned() -> list[Patch]:
@@ -360,7 +370,73 @@ def _skip_ghost() -> list[Patch]:
     return [(Pool, "old_sessions", lambda self: 0)]
 
 
+# -- the disk
+
+
+def _trust_the_disk() -> list[Patch]:
+    """Blocks from the disk are not compared with their checksums."""
+
+    def verify(job: Any, addresses: Any, first: int) -> Any:
+        return np.ones(len(addresses), np.bool_)
+
+    return [(mover_process, "_verify", verify)]
+
+
+def _acknowledge_unsynced() -> list[Patch]:
+    return [(mover_process.MoverProcess, "_sync", lambda self, sync: None)]
+
+
+def _forget_clears() -> list[Patch]:
+    """The log of the disk does not learn what was cleared, nor which slots that freed."""
+
+    def clear(self: DiskIndex, tenant: str | None) -> int:
+        count = right(self, tenant)
+        self._clears.clear()
+        del self._freed[:]
+        return count
+
+    right = DiskIndex.clear
+    return [(DiskIndex, "clear", clear)]
+
+
+def _keep_promotions() -> list[Patch]:
+    """What hangs below a block that cannot be read keeps its slots."""
+    return [(Movement, "_give_up", lambda self, promotion, now_ms: None)]
+
+
+def _forget_disk_lease() -> list[Patch]:
+    return [(DiskIndex, "release", lambda self, number, now_ms: None)]
+
+
+def _free_under_mover() -> list[Patch]:
+    """The slots of a mover that is being killed are free before it has ended."""
+
+    def put_aside(self: Movement, disk: Any, why: str) -> None:
+        right(self, disk, why)
+        for number in self._store.sessions[MOVING].writes.copy():
+            self._store.abandon_store(MOVING, number, 0)
+
+    right = Movement.put_aside
+    return [(Movement, "put_aside", put_aside)]
+
+
+def _promote_after_clear() -> list[Patch]:
+    """The index of the disk keeps finding what was cleared."""
+    return [(DiskIndex, "clear", lambda self, tenant: 0)]
+
+
 MUTANTS = {
+    "trust-the-disk": Mutant("blocks from the disk are not verified", _trust_the_disk),
+    "acknowledge-unsynced": Mutant(
+        "a write to the disk is acknowledged before it is durable", _acknowledge_unsynced
+    ),
+    "forget-clears": Mutant("a restart brings cleared blocks back", _forget_clears),
+    "promote-after-clear": Mutant(
+        "cleared blocks are still found on the disk", _promote_after_clear
+    ),
+    "keep-promotions": Mutant("a promotion that failed keeps its slots", _keep_promotions),
+    "forget-disk-lease": Mutant("a block on the disk stays leased", _forget_disk_lease),
+    "free-under-mover": Mutant("slots are reused while a killed mover lives", _free_under_mover),
     "skip-fence": Mutant("a session's lock falls while its copies are under way", _skip_fence),
     "ignore-epoch": Mutant(
         "slots that an earlier server gave are used with the next one", _ignore_epoch

@@ -28,6 +28,16 @@ RATES: dict[str, tuple[float, ...]] = {
     "slow_tier": (0.02, 0.1),
     "failing_tier": (0.01, 0.05),
 }
+# Of an operation of a disk, in runs with one.
+DISK_RATES: dict[str, tuple[float, ...]] = {
+    "slow_disk": (0.05, 0.3),
+    "stalled_disk": (0.002, 0.01),
+    "failing_disk": (0.02, 0.1),
+    "full_disk": (0.05, 0.3),
+    "garbage_on_disk": (0.05, 0.4),
+    "half_on_disk": (0.05, 0.3),
+}
+DISK_MOMENTS = ("power_cut", "evicted_memory")
 # At a moment, each so often.
 MOMENTS: dict[str, int] = {
     "server_crash": 3,
@@ -53,7 +63,11 @@ MOMENTS: dict[str, int] = {
     "preemption": 2,
     "forgotten_prefixes": 6,
 }
-FAULTS = (*RATES, *MOMENTS, "full_pool")
+# Many faults of one kind, in this share of the runs: one alone rarely meets what it can harm.
+MANY: dict[str, tuple[int, float]] = {"quota_change": (12, 0.2), "torn_index": (3, 0.15)}
+_CROWDED_POOL_BLOCKS = 12  # in runs of many quotas: quotas matter only in a full pool
+FAULTS = (*RATES, *DISK_RATES, *MOMENTS, *DISK_MOMENTS, "full_pool")
+_WITH_DISK = 0.25  # of all seeds
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,14 @@ class EngineItem:
     shared_memory: bool
     kept: bool
     longest_step_us: int
+
+
+@dataclass(frozen=True)
+class DiskItem:
+    """A disk below the server. `patience` is that of all engines."""
+
+    slabs: int
+    patience: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +131,7 @@ class Moment:
     seed: int
 
 
-Item = EngineItem | Arrival | Rate | Moment
+Item = EngineItem | DiskItem | Arrival | Rate | Moment
 
 
 @dataclass(frozen=True)
@@ -145,15 +167,49 @@ def draw(seed: int) -> Plan:
     calm = chance.random() < 0.08
     rates = [] if calm else _rates(chance)
     moments = [] if calm else _moments(chance, duration_ms)
+    pool_blocks = chance.choice((6, 12, 12, 40, 150))
+    if not calm:
+        many = _many_moments(seed, duration_ms)
+        if any(moment.fault == "quota_change" for moment in many):
+            pool_blocks = min(pool_blocks, _CROWDED_POOL_BLOCKS)
+        moments = sorted([*moments, *many], key=lambda moment: moment.at_ms)
     return Plan(
         seed,
         tuple(cuts),
-        chance.choice((6, 12, 12, 40, 150)),
+        pool_blocks,
         chance.choice((0.02, 0.1, 0.4)),
         chance.random() < 0.3,
         duration_ms,
-        (*engines, *arrivals, *rates, *moments),
+        (*engines, *arrivals, *rates, *moments, *_disk(seed, arrivals, duration_ms, calm)),
     )
+
+
+def _disk(seed: int, arrivals: Sequence[Arrival], duration_ms: int, calm: bool) -> list[Item]:
+    """In some runs a disk, its faults, and requests that come again later. They have a chance of
+    their own, so that the other items are those of a run without a disk."""
+    chance = random.Random(f"disk {seed}")
+    if chance.random() >= _WITH_DISK:
+        return []
+    patience = chance.choice(("wait", "timeout=50", "best_effort"))
+    items: list[Item] = [DiskItem(chance.choice((2, 8, 40)), patience)]
+    for arrival in chance.choices(arrivals, k=chance.choice((10, 30))):
+        items.append(replace(arrival, at_ms=chance.randrange(arrival.at_ms, duration_ms)))
+    if calm:
+        return items
+    few = chance.choice((0.0, 0.5, 0.9))
+    items += [
+        Rate(fault, chance.choice(rates))
+        for fault, rates in DISK_RATES.items()
+        if chance.random() < few
+    ]
+    moments = [
+        *["power_cut"] * chance.choice((0, 1, 2)),
+        *["evicted_memory"] * chance.choice((4, 12)),
+        *["clear"] * chance.choice((0, 0, 2)),
+    ]
+    return items + [
+        Moment(chance.randrange(duration_ms), fault, chance.randrange(1 << 30)) for fault in moments
+    ]
 
 
 def _engine(chance: random.Random, cut: int) -> EngineItem:
@@ -198,6 +254,19 @@ def _moments(chance: random.Random, duration_ms: int) -> list[Moment]:
     ]
     moments += [Moment(at_ms, "quota_change", chance.randrange(1 << 30)) for at_ms in range(quotas)]
     return sorted(moments, key=lambda moment: moment.at_ms)
+
+
+def _many_moments(seed: int, duration_ms: int) -> list[Moment]:
+    """Several faults of one kind, or none. They are drawn from a stream of their own, so that a
+    change here leaves the rest of all plans as it is."""
+    chance = random.Random(f"many moments {seed}")
+    shares = [share for _, share in MANY.values()]
+    fault = chance.choices((*MANY, ""), (*shares, 1 - sum(shares)))[0]
+    count, _ = MANY.get(fault, (0, 0.0))
+    return [
+        Moment(chance.randrange(duration_ms // 4, duration_ms), fault, chance.randrange(1 << 30))
+        for _ in range(count)
+    ]
 
 
 def _arrivals(chance: random.Random, cut: Cut, engines: int, duration_ms: int) -> list[Arrival]:

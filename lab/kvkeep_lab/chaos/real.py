@@ -20,14 +20,12 @@ of other work on the machine costs one window."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import random
 import signal
 import statistics
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -307,9 +305,7 @@ class RealRun:
 
     def _held(self) -> int:
         """Leases, writes and sessions that the server keeps for somebody."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{self._server.http}/v1/status", timeout=30) as answer:
-            status = json.load(answer)
+        status = self._server.ask()
         held = status["leases"] + status["writes"] + len(status["sessions"])
         return int(held + status["restart"]["held_by_old_sessions"])
 

@@ -38,6 +38,8 @@ class Outcome:
     finished: int = 0  # the others ended with their engine
     hit_blocks: int = 0
     adopted_blocks: int = 0  # by servers after a crash
+    written_blocks: int = 0  # to the disk
+    promoted_blocks: int = 0  # from it
     events: int = 0
     simulated_ms: int = 0
     faults: dict[str, int] = field(default_factory=dict)

@@ -17,14 +17,16 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep_lab.chaos.checks import Checks
 from kvkeep_lab.chaos.client import CLIENT_FILES, ChaosClient
+from kvkeep_lab.chaos.disk import ChaosDisk
 from kvkeep_lab.chaos.faults import Faults
 from kvkeep_lab.chaos.network import ChaosNetwork
-from kvkeep_lab.chaos.plan import Arrival, EngineItem, Moment, Plan, Rate
+from kvkeep_lab.chaos.plan import Arrival, DiskItem, EngineItem, Moment, Plan, Rate
 from kvkeep_lab.chaos.record import Outcome, Record, Violation
 from kvkeep_lab.chaos.server import ChaosServer
 from kvkeep_lab.chaos.truth import Truth
@@ -37,11 +39,29 @@ _PATIENCE_US = 15_000_000
 _SESSIONS_TIME_OUT_US = 11_000_000  # those that nobody attached to, too
 
 
-class ChaosRun:
-    """One run of a plan, which must have an engine. When it is over, nothing of it is left."""
+@dataclass(frozen=True)
+class Cluster:
+    """The parts of a run, for what happens in it beside its plan."""
 
-    def __init__(self, plan: Plan, *, detailed: bool = False) -> None:
+    simulation: Simulation
+    server: ChaosServer
+    clients: list[ChaosClient]
+    checks: Checks
+
+
+class ChaosRun:
+    """One run of a plan, which must have an engine. When it is over, nothing of it is left.
+    `prepare` is called before the first event."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        detailed: bool = False,
+        prepare: Callable[[Cluster], None] = lambda cluster: None,
+    ) -> None:
         self._plan = plan
+        self._prepare = prepare
         stops_in = CLIENT_FILES if plan.any_line else frozenset[str]()
         self._simulation = Simulation(plan.seed, plan.switch_chance, stops_in=stops_in)
         self.record = Record(self._simulation, detailed)
@@ -82,10 +102,8 @@ class ChaosRun:
         except Exception as error:
             # guard: whatever left a thread or an event, it is a finding, and other seeds run
             place = "".join(traceback.format_tb(error.__traceback__)[-2:])
-            outcome.finding, outcome.violation = (
-                "engine_errors",
-                f"{type(error).__name__}: {error}\n{place}",
-            )
+            outcome.finding = "engine_errors"
+            outcome.violation = f"{type(error).__name__}: {error}\n{place}"
             self.record.tell("violation", outcome.violation)
         finally:
             outcome.simulated_ms = self._simulation.now_us // 1000
@@ -103,22 +121,39 @@ class ChaosRun:
         outcome.faults = dict(self.record.faults)
         outcome.hit_blocks = self._server.hit_blocks
         outcome.adopted_blocks = self._server.adopted_blocks
+        if self._server.disk is not None:
+            outcome.written_blocks = self._server.disk.written_blocks
+            outcome.promoted_blocks = self._server.disk.promoted_blocks
         return outcome
 
     def _set_up(self, directory: Path) -> None:
         plan, simulation, record = self._plan, self._simulation, self.record
         pool_bytes = -(-plan.pool_blocks * _SLOT_BYTES // _SLAB_BYTES) * _SLAB_BYTES
+        disks = [
+            ChaosDisk(item, simulation, self._network.rates, record, _SLAB_BYTES, plan.seed)
+            for item in plan.items
+            if isinstance(item, DiskItem)
+        ]
         self._server = ChaosServer(
-            simulation, self._network, record, directory, pool_bytes, _SLAB_BYTES, plan.seed
+            simulation,
+            self._network,
+            record,
+            directory,
+            pool_bytes,
+            _SLAB_BYTES,
+            plan.seed,
+            disks[0] if disks else None,
         )
         self._server.start()
         engines = [item for item in plan.items if isinstance(item, EngineItem)]
         self._clients = [
-            ChaosClient(number, item, plan.cuts[item.cut], self._network, record)
+            ChaosClient(number, item, plan.cuts[item.cut], self._network, record, self._patience)
             for number, item in enumerate(engines)
         ]
         self._checks = Checks(self._server, self._clients, self._truth, record)
         self._server.after_request = self._after_request
+        self._server.before_disk_copy = self._checks.before_disk_copy
+        self._server.after_movement = self._checks.forget_usage
         self._server.after_start = self._checks.begin_anew
         for client in self._clients:
             client.before_copy = self._checks.before_copy
@@ -130,6 +165,13 @@ class ChaosRun:
                 simulation.at(item.at_ms * 1000, lambda item=item: self._arrive(item))  # type: ignore[misc]
             elif isinstance(item, Moment):
                 simulation.at(item.at_ms * 1000, lambda item=item: faults.carry_out(item))  # type: ignore[misc]
+        self._prepare(Cluster(simulation, self._server, self._clients, self._checks))
+
+    @property
+    def _patience(self) -> str:
+        """How long engines wait for blocks of the disk."""
+        disks = [item for item in self._plan.items if isinstance(item, DiskItem)]
+        return disks[0].patience if disks else "best_effort"
 
     def _arrive(self, arrival: Arrival) -> None:
         client = self._clients[arrival.engine % len(self._clients)]
@@ -157,6 +199,7 @@ class ChaosRun:
         self._pass_time(lambda: not self._unsettled(), "stuck_requests", self._unsettled)
         self._pass_time(lambda: not self._checks.leases(), "leaked_leases", self._checks.leases)
         self._pass_time(lambda: not self._checks.writes(), "leaked_blocks", self._checks.writes)
+        self._pass_time(lambda: not self._checks.moving(), "leaked_leases", self._checks.moving)
         # Only now: a session that times out gives back what it was made to forget.
         self._server.process.jump(_SESSIONS_TIME_OUT_US)
         self._pass_time(lambda: not self._checks.strays(), "leaked_leases", self._checks.strays)

@@ -26,6 +26,7 @@ from kvkeep.tiers.memory import Pool
 from kvkeep.wire.frames import decode_header, decode_reply
 from kvkeep.wire.messages import PoolPlace, Refused, WireLimits
 from kvkeep.wire.segments import segment_path
+from kvkeep_lab.chaos.disk import ChaosDisk
 from kvkeep_lab.chaos.network import FAMILIES, OWN_UID, ChaosNetwork
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.chaos.sockets import ChaosEpoll, ChaosSocket
@@ -38,10 +39,8 @@ _FRAME_BYTES = 1 << 20
 _MOST_CONNECTIONS = 64
 _READ_AHEAD_BYTES = 1 << 20  # beyond a message: the largest read
 _TURN_US = (10, 200)  # from a change to the loop's turn
-_LOOK_US = (
-    *range(0, 300, 10),
-    15_000,
-)  # from one look at the clock to the next; now and then something takes long
+# From one look at the clock to the next. Sometimes something takes long.
+_LOOK_US = (*range(0, 300, 10), 15_000)
 
 
 class _CutOff(BaseException):
@@ -75,7 +74,7 @@ class ChaosConnections(Connections):
                 )
             if (
                 peer.held_bytes != stream.held_bytes
-                or len(stream._read) > self._most_message_bytes + _READ_AHEAD_BYTES
+                or stream._read_bytes > self._most_message_bytes + _READ_AHEAD_BYTES
             ):
                 raise Violation(
                     "broken_rules",
@@ -119,7 +118,11 @@ class ChaosServer:
         pool_bytes: int,
         slab_bytes: int,
         seed: int,
+        disk: ChaosDisk | None = None,
     ) -> None:
+        self.disk = disk
+        self.before_disk_copy: Callable[[int, bool], None] = lambda slot, is_write: None
+        self.after_movement: Callable[[], None] = lambda: None
         self.after_request: Callable[[], None] = lambda: None
         self.after_start: Callable[[], None] = lambda: None
         self._simulation = simulation
@@ -160,7 +163,8 @@ class ChaosServer:
         self.pool = Pool(
             self._directory, "chaos", pool_bytes, slab_bytes, self.epoch, keep=True, fresh=fresh
         )
-        self.store, warm = open_store(self.pool, limits, self.process.now_ms())
+        on_disk_bytes = self.disk.nbytes if self.disk else 0
+        self.store, warm = open_store(self.pool, limits, self.process.now_ms(), on_disk_bytes)
         if not self.pool.filled_bytes:
             self.store.add_slabs(*self.pool.fill_next())
         self.store.blocks.a_turn = self._random.choice((2, 8, 1024))
@@ -180,6 +184,8 @@ class ChaosServer:
             old_sessions=self.pool.old_sessions,
             network_lease_ms=_NETWORK_LEASE_MS,
         )
+        if self.disk is not None:
+            self._open_disk(self.disk, self.process)
         self._answer = self.service._answer
         self.service._answer = self._answer_or_tell  # type: ignore[method-assign, assignment]
         self._scrub = Scrub(
@@ -208,6 +214,11 @@ class ChaosServer:
         )
         self.after_start()
 
+    def _open_disk(self, disk: ChaosDisk, process: Process) -> None:
+        self.service.tiers = disk.open(self.pool, self.store, self.epoch)
+        disk.mover.after_result = lambda: self._rouse(process)
+        disk.mover.before_copy = lambda slot, is_write: self.before_disk_copy(slot, is_write)
+
     def _listen(self) -> list[Listening]:
         """By TCP, and by its Unix socket unless another process has that name."""
         process, listening = self.process, []
@@ -226,6 +237,8 @@ class ChaosServer:
     def crash(self) -> None:
         """Its process is gone, and with it its locks and its mappings, and nothing else."""
         self._end()
+        if self.disk is not None:
+            self.disk.end()
         for session in self.service.sessions.all():
             if session.watch is not None:
                 os.close(session.watch._descriptor)
@@ -234,6 +247,8 @@ class ChaosServer:
     def stop(self, *, keep: bool) -> None:
         """Ends in order, and leaves the pool to the next, or not."""
         self._end()
+        if self.disk is not None:
+            self.disk.stop(self.process.now_ms())
         if keep:
             self.service.sessions.leave_all()
         for session in self.service.sessions.all():
@@ -285,13 +300,26 @@ class ChaosServer:
             self.crash()
             then()
             return
+        self._move()
         self.connections.check()
         if self.service.counters.internal_errors:
             raise Violation(
                 "broken_rules", f"the server failed inside on a request: {self._stumble}"
             )
-        if self.connections._ready or self._epoll.poll():
+        if self.connections._ready or self._epoll.poll() or self._has_to_move():
             self._rouse(process)
+
+    def _move(self) -> None:
+        """What the loop does for the disk."""
+        if self.disk is not None:
+            evictions = self.store.eviction.evictions
+            self.disk.turn(self.process.now_ms())
+            if self.store.eviction.evictions > evictions:
+                self.after_movement()
+
+    def _has_to_move(self) -> bool:
+        movement = self.disk.movement if self.disk else None
+        return movement is not None and movement.has_to_do
 
     def _handle(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         def handle() -> list[Any] | None:
@@ -351,5 +379,8 @@ class ChaosServer:
             self.service.end_dead_sessions(process.now_ms())
             self.connections.tend(self.service.sessions.is_on)
             self._scrub.judge(self._scrub.look(self._scrub.take()))
+            self._move()
             self._tidy()
+            if self._has_to_move():
+                self._rouse(process)
         self._simulation.after(_CHECK_US, lambda: self._look_after_sessions(process))

@@ -42,7 +42,7 @@ class Truth:
             return
         segment = Segment("truth", arrival.salt, tokens, 0, len(tokens), list(range(count)))
         model.forward([segment], ranks, config.block_tokens)
-        sums = np.zeros((len(chain), shape.kv_world_size), dtype=np.uint64)
+        sums = np.zeros((len(chain), shape.kv_shards), dtype=np.uint64)
         for rank in ranks:
             runs = BlockRuns.of(rank.kv)
             rows = np.empty((len(chain), runs.nbytes), dtype=np.uint8)

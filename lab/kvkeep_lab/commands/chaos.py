@@ -172,6 +172,8 @@ def _totals(outcomes: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "finished_requests": sum(each["finished"] for each in outcomes),
         "hit_blocks": sum(each["hit_blocks"] for each in outcomes),
         "adopted_blocks": sum(each["adopted_blocks"] for each in outcomes),
+        "written_blocks": sum(each["written_blocks"] for each in outcomes),
+        "promoted_blocks": sum(each["promoted_blocks"] for each in outcomes),
         "simulated_seconds": sum(each["simulated_ms"] for each in outcomes) // 1000,
     }
 

@@ -18,7 +18,6 @@ BENCHES = {
     "vllm-paused": "Throughput of real vLLM while the server hangs, against no connector.",
 }
 BENCH_OPTIONS = {
-    "blocks": "How many blocks.",
     "layers": "Layers that a block is spread over.",
     "prompts": "How many prompts are served together.",
     "requests": "How many requests.",

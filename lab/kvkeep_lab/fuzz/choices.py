@@ -6,46 +6,17 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-NUMBERS: tuple[int, ...] = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    50,
-    100,
-    101,
-    -1,
-    255,
-    65_535,
-    65_536,
-    1 << 31,
-    1 << 32,
-    1 << 53,
-    (1 << 63) - 1,
-    1 << 63,
-)
+NUMBERS: tuple[int, ...] = (0, 1, 2, 3, 7, 50, 100, 101, -1, 255, 65_535, 65_536)
+NUMBERS += (1 << 31, 1 << 32, 1 << 53, (1 << 63) - 1, 1 << 63)
 NUMBERS += (-(1 << 31), -(1 << 63), (1 << 64) - 1)
-TEXTS = (
-    "",
-    "x",
-    "none",
-    "default",
-    "\0",
-    "\n",
-    "é\u2028",
-    "\ud800",
-    "../..",
-    "%s%n",
-    "x" * 300,
-    "tcp://[::1]:1",
-    "1e9",
-)
+TEXTS: tuple[str, ...] = ("", "x", "none", "default", "\0", "\n", "é\u2028", "\ud800", "../..")
+TEXTS += ("%s%n", "x" * 300, "tcp://[::1]:1", "1e9")
 MEMORY = "/dev/shm"
 _DEEPEST = 4
 
@@ -62,6 +33,12 @@ def memory_directory() -> tempfile.TemporaryDirectory[str]:
     """A directory in memory for the files of inputs. Who runs us in a process that may end at any
     moment says by TMPDIR where it will clean up."""
     return tempfile.TemporaryDirectory(prefix="kvkeep-fuzz-", dir=os.environ.get("TMPDIR", MEMORY))
+
+
+def own_memory_kib(pid: int | str = "self") -> int:
+    """The memory that a process has and does not share with another."""
+    _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") >> 10
 
 
 class Leak(AssertionError):

@@ -22,20 +22,8 @@ from kvkeep.wire.secret_files import read_token
 from kvkeep.wire.tls import TlsFiles, client_context, server_context
 from kvkeep_lab.fuzz.choices import TEXTS, Choices, Ran, memory_directory
 
-_VALUES: tuple[str, ...] = (
-    *TEXTS,
-    "1GiB",
-    "64MiB",
-    "true",
-    "off",
-    "10s",
-    "250us",
-    "/tmp",
-    "0",
-    "99999999999999999999",
-    "auto",
-    "-1",
-)
+_VALUES: tuple[str, ...] = (*TEXTS, "1GiB", "64MiB", "true", "off", "10s", "250us", "/tmp", "0")
+_VALUES += ("99999999999999999999", "auto", "-1")
 _VALUES += ("127.0.0.1:0", "ipc:///tmp/x", "debug", "1.5TiB", "~", "~nobody/x")
 _LINES: tuple[str, ...] = (
     "host-a",
@@ -52,7 +40,13 @@ _LINES += (
     "-----BEGIN PRIVATE KEY-----",
     "sha256:0",
 )
-_PARAMS = (*EXTRA_CACHED_TOKENS, "kvkeep_priority", "kvkeep_ttl_ms", "kvkeep_session_finished")
+_PARAMS = (
+    *EXTRA_CACHED_TOKENS,
+    "kvkeep_priority",
+    "kvkeep_ttl_ms",
+    "kvkeep_session_finished",
+    "kvkeep_prefetch",
+)
 
 
 @cache
@@ -171,12 +165,5 @@ def _units(choices: Choices) -> None:
         assert parse_duration(format_duration(parse_duration(text))) >= 0
 
 
-_READERS: tuple[Callable[[Choices], None], ...] = (
-    _settings,
-    _options,
-    _params,
-    _keys,
-    _quotas,
-    _units,
-    _toml,
-)
+_READERS: tuple[Callable[[Choices], None], ...]
+_READERS = (_settings, _options, _params, _keys, _quotas, _units, _toml)

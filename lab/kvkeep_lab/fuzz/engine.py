@@ -3,16 +3,17 @@ without.
 
 A run draws a model's cut, an engine's sizes, faults, and a few conversations whose turns share
 prefixes and continue what was generated before. Then, step by step: requests arrive, are aborted or
-preempted; the server restarts, falls silent, loses bits; loads fail, in whole or in part, now or
-later. At every step nothing may contradict itself; at the end every answer equals the one without a
-cache, every request was told how much the cache gave it, and every block, lease and job has been
-given back. The same seed gives the same run."""
+preempted; the server restarts, falls silent, loses bits, or moves its blocks to a tier, which may
+be slow or stall; loads fail, in whole or in part, now or later. At every step nothing may
+contradict itself; at the end every answer equals the one without a cache, every request was told
+how much the cache gave it, and every block, lease and job has been given back. The same seed gives
+the same run."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvkeep.client.hints import EXTRA_CACHED_TOKENS
@@ -26,6 +27,7 @@ from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.engine.models.weights import random_weights
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
+from kvkeep.errors import KVKeepError
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
 from kvkeep_lab.simulation.given import Given
 from kvkeep_lab.simulation.oracle import OracleModel
@@ -53,6 +55,7 @@ class Outcome:
     local_cached_tokens: int = 0
     external_cached_tokens: int = 0
     checked_bytes: int = 0
+    promoted: int = 0  # blocks that came up from a tier
     stumbles: int = 0  # steps that failed in the middle
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -94,9 +97,8 @@ class _Watch:
             self.given.computed(name, tokens)
         output = self._run(step)
         for report in output.reports:
-            for number, block_ids in report.failed.items():
-                self._bad.setdefault(number, set()).update(block_ids)
-            for number in report.loaded:
+            for number, outcome in report.loads.items():
+                self._bad.setdefault(number, set()).update(outcome.failed)
                 self._reports.setdefault(number, set()).add(report.rank)
                 if (
                     number in self._loads
@@ -138,6 +140,14 @@ class Fuzz:
         self.cache = SimulatedCache(
             seed, self._draw_faults(), pool_bytes=self._random.choice((1 << 17, 1 << 21, 1 << 21))
         )
+        # By chances of its own, so that lives without a tier are what they were.
+        self._tier_chance = random.Random(f"tier {model} {seed}")
+        if self._tier_chance.random() < 0.3:
+            self.cache.add_tier(self._tier_chance.choice((1, 5, 30)))
+        # Likewise: engines of several tensor-parallel sizes that share.
+        self._size_chance = random.Random(f"sizes {model} {seed}")
+        if self._size_chance.random() < 0.5:
+            self.cache.tp_shards = 4
         self._engines: list[Engine] = []
         self._watches: dict[Engine, _Watch] = {}
         self._stumbles = self._random.choice((0.0, 0.0, 0.05))
@@ -160,7 +170,7 @@ class Fuzz:
                     self._step()
                     self._disturb()
             self._finish()
-        except AssertionError as error:
+        except (AssertionError, KVKeepError) as error:
             raise Violation(f"seed {self.seed}, model {self._model_name}: {error}") from error
         return self.outcome
 
@@ -174,7 +184,11 @@ class Fuzz:
             return forward(*step)
 
         model.forward = stumbling  # type: ignore[method-assign, assignment]
-        self._engines.append(Engine(model, self._config, self.cache))
+        config = self._config
+        if self.cache.tp_shards is not None:
+            sizes = (1, 2, 4) if model.num_kv_heads % 4 == 0 else (1, 2)
+            config = replace(config, tensor_parallel_size=self._size_chance.choice(sizes))
+        self._engines.append(Engine(model, config, self.cache))
         self._watches[self._engines[-1]] = _Watch(self._engines[-1])
 
     # -- drawn from the seed
@@ -239,7 +253,10 @@ class Fuzz:
                 seed=chance.randrange(1000),
             )
             reference = self._answer_without_cache(tokens, salt, sampling)
-            priority, params = chance.choice((0, 0, 1)), dict.fromkeys(EXTRA_CACHED_TOKENS)
+            priority = chance.choice((0, 0, 1))
+            params: dict[str, Any] = dict.fromkeys(EXTRA_CACHED_TOKENS)
+            if self.cache.tiers and self._tier_chance.random() < 0.1:
+                params["kvkeep_prefetch"] = True
             request = engine.add(
                 tokens, sampling, salt=salt or None, priority=priority, kv_transfer_params=params
             )
@@ -298,6 +315,9 @@ class Fuzz:
             chance.choice(events)()
         elif chance.random() < 0.05:
             self.cache.resume_server()
+        if self.cache.tiers and self._tier_chance.random() < 0.1:
+            self.cache.counts["taken_down"] += self.cache.tiers.take_down()
+            self.cache.tiers.stalled = self._tier_chance.random() < 0.1
 
     # -- the end
 
@@ -320,6 +340,7 @@ class Fuzz:
             self.outcome.checked_bytes += getattr(engine.workers.model, "checked_bytes", 0)
         self.cache.check_nothing_held()
         self.outcome.faults = self.cache.counts | self.cache.network.counts
+        self.outcome.promoted = self.cache.tiers.promoted if self.cache.tiers else 0
         for engine in [*self._engines, self._reference]:
             engine.close()
 

@@ -13,20 +13,23 @@ MOST_GROWTH_MIB after the first inputs is a leak."""
 from __future__ import annotations
 
 import mmap
-import os
 import signal
 import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 from kvkeep.errors import SettingsError
-from kvkeep_lab.fuzz.choices import Leak, memory_directory
-from kvkeep_lab.fuzz.targets import HANG_AFTER_S, MOST_FINDINGS, FuzzResult, finding, load
+from kvkeep_lab.fuzz.choices import Leak, memory_directory, own_memory_kib
+from kvkeep_lab.fuzz.targets import (
+    HANG_AFTER_S,
+    MOST_FINDINGS,
+    FuzzResult,
+    finding,
+    load,
+    run_child,
+)
 
 # Targets that take frames, with more that is wrong than coverage would want.
 FLOODS = {
@@ -61,32 +64,18 @@ def flood(target: str, frames: int, seed: int = 0) -> FuzzResult:
 
 def _process(result: FuzzResult, state: Path, frames: int, seed: int) -> None:
     state.write_bytes(bytes(_STATE.size + LONGEST_INPUT_BYTES))
-    command = [sys.executable, "-c", _CHILD, result.target, str(state), str(frames), str(seed)]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        environment = {**os.environ, "TMPDIR": str(state.parent)}
-        process = subprocess.Popen(
-            command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment
-        )
-        try:
-            code = process.wait()  # an alarm ends it if an input does not
-        finally:
-            process.kill()
-            process.wait()
-        inputs, messages, malformed, leaks, nbytes = _STATE.unpack_from(
-            content := state.read_bytes()
-        )
-        result.inputs += inputs
-        result.messages += messages
-        result.malformed_frames += malformed
-        if code:
-            kind = "hang" if code == -signal.SIGALRM else "leak" if leaks else "crash"
-            result.hangs += kind == "hang"
-            result.leaks += kind == "leak"
-            result.crashes += kind == "crash"
-            said.seek(0)
-            result.findings.append(
-                finding(kind, content[_STATE.size : _STATE.size + nbytes], said.read())
-            )
+    arguments = [result.target, str(state), str(frames), str(seed)]
+    # An alarm ends the process if an input does not.
+    code, said = run_child(_CHILD, arguments, state.parent)
+    content = state.read_bytes()
+    inputs, messages, malformed, leaks, nbytes = _STATE.unpack_from(content)
+    result.count(inputs, messages, malformed)
+    if code:
+        kind = "hang" if code == -signal.SIGALRM else "leak" if leaks else "crash"
+        result.hangs += kind == "hang"
+        result.leaks += kind == "leak"
+        result.crashes += kind == "crash"
+        result.findings.append(finding(kind, content[_STATE.size : _STATE.size + nbytes], said))
 
 
 def drown(target: str, state: str, frames: str, seed: str) -> None:
@@ -108,8 +97,8 @@ def drown(target: str, state: str, frames: str, seed: str) -> None:
         try:
             ran = run(data)
             if inputs % _LOOK_EVERY == 0:
-                warm_mib = warm_mib if inputs > _WARM_INPUTS else _own_memory_mib()
-                if _own_memory_mib() - warm_mib > MOST_GROWTH_MIB:
+                warm_mib = warm_mib if inputs > _WARM_INPUTS else own_memory_kib() >> 10
+                if (own_memory_kib() >> 10) - warm_mib > MOST_GROWTH_MIB:
                     raise Leak(
                         f"{inputs} inputs, and memory grew by more than {MOST_GROWTH_MIB} MiB"
                     )
@@ -120,6 +109,7 @@ def drown(target: str, state: str, frames: str, seed: str) -> None:
         malformed += ran.malformed_frames
         _STATE.pack_into(memory, 0, inputs, messages, malformed, 0, 0)
         if malformed >= wanted:
+            signal.alarm(0)  # the end of the process is no part of an input
             return
     raise AssertionError(
         f"{inputs} inputs, and only {malformed} malformed frames: this is not what they are made for"
@@ -130,9 +120,3 @@ def _inputs(seed: int, most: int) -> Iterator[bytes]:
     random = Random(seed)
     for _ in range(most):
         yield random.randbytes(random.randrange(LONGEST_INPUT_BYTES + 1))
-
-
-def _own_memory_mib() -> int:
-    """What this process has and shares with nobody."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") >> 20

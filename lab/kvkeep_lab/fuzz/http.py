@@ -25,17 +25,8 @@ _MOST_REQUESTS = 6
 _MOST_TENANTS = 64
 _TOKEN = b"a-token-for-fuzzing"
 WITH_TOKEN = (b"authorization", b"Bearer " + _TOKEN)
-_TENANTS = (
-    "default",
-    tenant_of("a"),
-    tenant_of("b"),
-    "t-" + "0" * 31,
-    "salt",
-    "..",
-    "%00",
-    "a/b",
-    "é",
-)
+_TENANTS: tuple[str, ...] = ("default", tenant_of("a"), tenant_of("b"), "t-" + "0" * 31)
+_TENANTS += ("salt", "..", "%00", "a/b", "é")
 _METHODS = ("GET", "PUT", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "x")
 _HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"host", b"evil.example"),

@@ -15,12 +15,11 @@ import contextlib
 import random
 import socket
 import time
-from pathlib import Path
 
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host, unix_name
 from kvkeep.wire.frames import HEADER_BYTES, MAGIC, Header, decode_sizes, seal
-from kvkeep_lab.fuzz.choices import Choices, Leak
+from kvkeep_lab.fuzz.choices import Choices, Leak, own_memory_kib
 from kvkeep_lab.fuzz.wire import Fields, broken, frames_of
 from kvkeep_lab.simulation.peer import Peer
 
@@ -132,8 +131,7 @@ class ServerFlood:
         return taken
 
     def _look_at_memory(self) -> None:
-        _, resident, shared, *_ = Path(f"/proc/{self._pid}/statm").read_text().split()
-        own_kib = (int(resident) - int(shared)) * 4
+        own_kib = own_memory_kib(self._pid)
         if self.connections <= _WARM_CONNECTIONS:
             self.first_kib = own_kib
         self.most_kib = max(self.most_kib, own_kib)

@@ -38,11 +38,8 @@ LIMITS = Limits(
     tenants=16,
 )
 MOST_MESSAGES, MOST_MESSAGES_OF_A_FLOOD = 40, 1_000  # of an input
-_MALFORMED = (
-    "bad_frame",
-    "frame_too_large",
-    "bad_message",
-)  # refusals of the decoder; of what has no header: silence
+# Refusals of the decoder. Input without a header gets no answer.
+_MALFORMED = ("bad_frame", "frame_too_large", "bad_message")
 _SLAB_BYTES, _POOL_BYTES = 4 * 4096, 24 * 4096
 _NETWORK_TIMEOUT_MS = 10_000
 _CALLERS = (
@@ -209,10 +206,8 @@ class Siege:
     def _store(self) -> None:
         """A store as it should be, by one who may do other things next."""
         token, caller = self.tokens[-1]
-        keys, number = (
-            chain(self.choices.pick("ab"), 1 + self.choices.below(5)),
-            self._next_number(),
-        )
+        keys = chain(self.choices.pick("ab"), 1 + self.choices.below(5))
+        number = self._next_number()
         prepare = m.PrepareStore("default", self.fields.layout, 0, b"", keys)
         plan = self._say(encode(Header(token, number), prepare), caller)
         if isinstance(plan, m.Prepared) and plan.positions:

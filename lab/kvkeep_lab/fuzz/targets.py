@@ -15,6 +15,7 @@ commented in a text file."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import importlib.util
 import mmap
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ class FuzzResult:
     seconds: float = 0.0
     findings: list[dict[str, str]] = field(default_factory=list)
 
+    def count(self, inputs: int, messages: int, malformed_frames: int) -> None:
+        """Adds what one process did."""
+        self.inputs += inputs
+        self.messages += messages
+        self.malformed_frames += malformed_frames
+
     @property
     def is_clean(self) -> bool:
         return not (self.crashes or self.hangs or self.leaks)
@@ -109,6 +116,32 @@ def read_corpus(path: Path) -> list[bytes]:
         raise SettingsError(
             f"{path} is no corpus: {error}", "it has lines of base64, and comments"
         ) from error
+
+
+def run_child(
+    code: str, arguments: Sequence[str], scratch: Path, within_s: float | None = None
+) -> tuple[int | None, str]:
+    """Runs Python code in a process of its own. Returns its exit code, None if it was killed after
+    `within_s`, and what it wrote. Its temporary files are in `scratch`, because it may end at any
+    moment."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=said,
+            stderr=said,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        exit_code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_code = child.wait(within_s)
+        finally:
+            child.kill()
+            child.wait()
+        said.seek(0)
+        return exit_code, said.read()
 
 
 def fuzz(
@@ -175,33 +208,16 @@ class _Run:
             "detect_leaks": 0,
             "reload": 0,
         }
-        command = [sys.executable, "-c", _CHILD, self._result.target, str(self._counts)]
-        command += [f"-{name}={value}" for name, value in flags.items()]
-        command += [str(self._learned), str(self._seeds)]
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
-            environment = {
-                **os.environ,
-                "TMPDIR": str(self._scratch),
-            }  # libFuzzer ends its process without a word
-            child = subprocess.Popen(
-                command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment
-            )
-            try:
-                code = child.wait(seconds + HANG_AFTER_S + _START_S)
-            except subprocess.TimeoutExpired:
-                code = -1
-            finally:
-                child.kill()
-                child.wait()
-            said.seek(0)
-            self._count(code, said.read())
+        arguments = [self._result.target, str(self._counts)]
+        arguments += [f"-{name}={value}" for name, value in flags.items()]
+        arguments += [str(self._learned), str(self._seeds)]
+        within_s = seconds + HANG_AFTER_S + _START_S
+        self._count(*run_child(_CHILD, arguments, self._scratch, within_s))
 
-    def _count(self, code: int, said: str) -> None:
+    def _count(self, code: int | None, said: str) -> None:
         result = self._result
         inputs, messages, malformed, leaks = _COUNTS.unpack(self._counts.read_bytes())
-        result.inputs += inputs
-        result.messages += messages
-        result.malformed_frames += malformed
+        result.count(inputs, messages, malformed)
         result.leaks += leaks
         result.edges = max([result.edges, *(int(number) for number in _EDGES.findall(said))])
         found = sorted(self._found.iterdir())
@@ -217,9 +233,9 @@ class _Run:
                 result.findings.append(finding(kind, path.read_bytes(), said))
             path.unlink()
         # no input is to blame: the process itself could not start, or could not end
-        if code and not found:
-            result.crashes += code != -1
-            result.hangs += code == -1
+        if code != 0 and not found:
+            result.crashes += code is not None
+            result.hangs += code is None
             result.findings.append(finding("process", b"", said))
 
 
@@ -269,16 +285,7 @@ def _resident_mib() -> float:
 
 def total(results: Sequence[FuzzResult]) -> dict[str, Any]:
     """All targets as one, in the words of one."""
-    names = (
-        "inputs",
-        "messages",
-        "malformed_frames",
-        "crashes",
-        "hangs",
-        "leaks",
-        "edges",
-        "seconds",
-    )
+    names = [each.name for each in fields(FuzzResult) if each.name not in ("target", "findings")]
     target = results[0].target if len(results) == 1 else "all"
     return {
         "target": target,

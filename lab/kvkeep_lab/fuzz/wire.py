@@ -14,6 +14,7 @@ import msgspec
 
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.outcomes import NAMES
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import (
     HEADER_BYTES,
@@ -41,16 +42,8 @@ _LONGEST_ERROR_CHARS = 400
 
 REQUESTS: tuple[type[Any], ...] = get_args(m.Request)
 _REPLIES: tuple[type[Any], ...] = get_args(m.Reply)
-_TENANTS = (
-    "default",
-    tenant_of("a"),
-    tenant_of("b"),
-    tenant_of("c"),
-    "",
-    "salt",
-    "t-" + "0" * 31,
-    "x" * 3000,
-)
+_TENANTS: tuple[str, ...] = ("default", tenant_of("a"), tenant_of("b"), tenant_of("c"))
+_TENANTS += ("", "salt", "t-" + "0" * 31, "x" * 3000)
 _KEY_RUNS = [chain(name, length) for name in "ab" for length in (1, 2, 5, 9, 33, 0)]
 _KEY_RUNS += [_KEY_RUNS[1][:-1], _KEY_RUNS[1] * 2, chain("a", 5)[16:], b"k", bytes(64)]
 PLANES = (m.NETWORK, m.SHARED_MEMORY, "", "x" * 2000)
@@ -119,6 +112,8 @@ class Fields:
                     choices.pick((SHARD_BYTES, 64, 100, 4096, self.number()))
                     for _ in range(choices.byte() % 5)
                 ]
+            case "further_shards":
+                return [choices.pick((1, 2, 3, self.number())) for _ in range(choices.byte() % 3)]
             case "lease" | "write":
                 return self.earlier()
             case "leases" | "writes":
@@ -144,10 +139,30 @@ class Fields:
                 return self.message(m.PoolPlace if name == "pool" else m.WireLimits)
             case "capabilities" | "shard_offsets":
                 return [choices.value() for _ in range(choices.byte() % 4)]
-            case "orphan" | "verify":
+            case "requests":
+                return [self._report() for _ in range(choices.byte() % 3)]
+            case "orphan" | "apart" | "verify":
                 return choices.byte() % 2 == 1
             case _:
                 return self.number()
+
+    def _report(self) -> dict[str, Any]:
+        choices = self._choices
+        return {
+            "request": choices.text()[: m.MAX_REQUEST_CHARS],
+            "tenant": self._field("tenant"),
+            "runs": [
+                [choices.pick((*NAMES, choices.text())), choices.pick((1, 5, self.number()))]
+                for _ in range(choices.byte() % 6)
+            ],
+            "prompt_tokens": self.number(),
+            "computed_tokens": self.number(),
+            "avoided_us": self.number(),
+            "lookups": [self.earlier() for _ in range(choices.byte() % 3)],
+            "keys_from": choices.pick((0, 1, self.number())),
+            "keys": choices.pick(_KEY_RUNS),
+            "probes": choices.take(choices.pick((0, 8, 24, 5))),
+        }
 
     def number(self) -> int:
         return self._choices.number()
@@ -258,7 +273,7 @@ def read_stream(
         announced = HEADER_BYTES
         if (
             stream.held_bytes >= HEADER_BYTES
-            and (follows := decode_sizes(stream._read)) is not None
+            and (follows := decode_sizes(b"".join(stream._pieces))) is not None
         ):
             announced += follows.total_bytes
         if (

@@ -4,6 +4,8 @@ simulation.py       time and processes; a seed decides which thread runs
 threads.py          `threading` in simulated time
 wire.py             a network in memory with faults
 server.py           a server without sockets and threads
+tiers.py            a tier below that server
+disk.py             files that lose what was not synced in a power cut
 cache.py            an external cache for the reference engine
 oracle.py           the model whose KV bytes are known
 given.py            how many tokens the cache gave each request

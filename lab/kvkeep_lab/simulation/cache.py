@@ -19,16 +19,17 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.rank_memory import GroupMemory, physical_fingerprint
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.transfer import Transfer
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.kv.keys import addresses
 from kvkeep.kv.parallel import ParallelStrategy
-from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.runs import BlockRuns, cut_heads
 from kvkeep.kv.shape import BlockShape
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.tiers import SimulatedTiers
 from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork
 
 _SLAB_BYTES = 1 << 14
@@ -39,9 +40,7 @@ class CacheFaults:
     """Probabilities: of a job, or of a moment for what concerns the server. `delay` is in polls."""
 
     network: Faults = field(default_factory=Faults)
-    load_failure: float = (
-        0.0  # some of its blocks are filled with garbage and reported, perhaps before the others
-    )
+    load_failure: float = 0.0  # some of its blocks are filled with garbage and reported
     load_loss: float = 0.0  # none of its blocks is loaded
     store_loss: float = 0.0
     bit_flip: float = 0.0  # of a byte in the pool, whosever it is
@@ -57,23 +56,15 @@ class SimulatedCache:
         self, seed: int, faults: CacheFaults | None = None, *, pool_bytes: int = 1 << 20
     ) -> None:
         self.load_when: LoadWhen = "always"
+        self.tp_shards: int | None = None
         self.is_seen = False  # what the server lacks, as by an engine that shares memory with it
         self.faults = faults or CacheFaults()
         self.random = random.Random(seed)
-        self.counts = dict.fromkeys(
-            (
-                "loads",
-                "stores",
-                "failed_blocks",
-                "lost_loads",
-                "lost_stores",
-                "bit_flips",
-                "restarts",
-                "outages",
-            ),
-            0,
-        )
+        of_jobs = ("loads", "stores", "failed_blocks", "lost_loads", "lost_stores")
+        of_the_server = ("bit_flips", "restarts", "outages", "taken_down")
+        self.counts = dict.fromkeys((*of_jobs, *of_the_server), 0)
         self.network = SimulatedNetwork(seed, self.faults.network)
+        self.tiers: SimulatedTiers | None = None
         self._pool_bytes = pool_bytes
         self._epoch = 0
         self._connections: list[Connection] = []
@@ -97,11 +88,20 @@ class SimulatedCache:
     # -- what a test does
 
     def restart_server(self) -> None:
-        """A new server, empty, takes the place of the old one."""
+        """A new server takes the place of the old one, with nothing in memory. What a tier keeps
+        stays."""
         self._epoch += 1
         self.counts["restarts"] += self._epoch > 1
         self.server = SimulatedServer(self._pool_bytes, _SLAB_BYTES, epoch=self._epoch)
-        self.network.serve(self.server.service)
+        if self.tiers is not None:
+            self.tiers.attach(self.server)
+        self.resume_server()
+
+    def add_tier(self, block_ms: int) -> SimulatedTiers:
+        """The server has a tier from now on. Clients see it when they connect."""
+        self.tiers = SimulatedTiers(self.server, block_ms)
+        self.resume_server()
+        return self.tiers
 
     def stop_server(self) -> None:
         """Nobody answers until `resume_server` or `restart_server`."""
@@ -109,7 +109,7 @@ class SimulatedCache:
         self.network.serve(None)
 
     def resume_server(self) -> None:
-        self.network.serve(self.server.service)
+        self.network.serve(self.tiers or self.server.service)
 
     def pass_time(self, duration_ms: int) -> None:
         """Lets the network deliver what is due, and every client take it in."""
@@ -179,19 +179,23 @@ class SimulatedWorker:
         self._strategy = strategy
         self._transfer: Transfer | None = None
         self._layers: Sequence[Any] = ()
-        # How many polls are left, the job, and what is to be done: a list are blocks that are known
-        # to have failed.
-        self._waiting: list[tuple[int, Hashable, LoadRequest | StoreRequest | list[int]]] = []
+        # How many polls are left, the job, and what is to be done.
+        self._waiting: list[tuple[int, Hashable, LoadRequest | StoreRequest]] = []
         self._finished = Finished(strategy.rank)
 
     def register_kv_caches(
         self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0
     ) -> None:
         assert isinstance(layers, Mapping) and block_dim == 0
-        runs = BlockRuns.of(layers)
+        shards = self._strategy.shards
+        each = cut_heads(layers, -2, len(shards)) if len(shards) > 1 else [layers]
+        groups = [GroupMemory(BlockRuns.of(views)) for views in each]
         self._layers = list(layers.values())
-        self._transfer = Transfer(self._connection, [GroupMemory(runs)], self._strategy.kv_rank)
-        self._connection.physical = (self._strategy.kv_rank, bytes.fromhex(runs.fingerprint))
+        self._transfer = Transfer(
+            self._connection, groups, shards.start, shards_per_rank=len(shards)
+        )
+        self._connection.physical = (shards.start, physical_fingerprint(groups[:1]))
+        self._connection.further_shards = list(shards[1:])
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         self._waiting.append((self._cache.random.randint(*self._cache.faults.delay), job, request))
@@ -230,13 +234,10 @@ class SimulatedWorker:
         ]
         self._cache.random.shuffle(due)
         for _, job, request in due:
-            match request:
-                case LoadRequest():
-                    self._load(job, request)
-                case StoreRequest():
-                    self._store(job, request)
-                case failed:
-                    self._end_load(job, failed)
+            if isinstance(request, LoadRequest):
+                self._load(job, request)
+            else:
+                self._store(job, request)
         finished, self._finished = self._finished, Finished(self._strategy.rank)
         return finished
 
@@ -255,23 +256,10 @@ class SimulatedWorker:
         if chance.random() < faults.load_failure:
             loaded[chance.randrange(len(loaded)) :] &= chance.random() < 0.5
             loaded[chance.randrange(len(loaded))] = False
-        failed = request.ids_of(~loaded)
-        self._fill_with_garbage(failed)
-        counts["failed_blocks"] += len(failed)
-        if (
-            failed and chance.random() < faults.load_failure
-        ):  # some bad news now, the rest with the end of the job
-            chance.shuffle(failed)
-            now = chance.randrange(len(failed)) + 1
-            self._finished.failed[job] = failed[:now]
-            self._waiting.append((chance.randint(0, 3), job, failed[now:]))
-        else:
-            self._end_load(job, failed)
-
-    def _end_load(self, job: Hashable, failed: list[int]) -> None:
-        if failed:
-            self._finished.failed[job] = failed
-        self._finished.loaded.append(job)
+        outcome = request.outcome(loaded)
+        self._fill_with_garbage(sorted(outcome.failed))
+        counts["failed_blocks"] += len(outcome.failed)
+        self._finished.loads[job] = outcome
 
     def _store(self, job: Hashable, request: StoreRequest) -> None:
         assert self._transfer is not None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING
 from kvkeep.store.tree import children
 
 
-def check_integrity(store: Store) -> None:
-    """Raises AssertionError if the store contradicts itself: a bug of ours, never a user's."""
-    _check_index(store)
+def check_integrity(store: Store, other: Store | None = None) -> None:
+    """Raises AssertionError if the store contradicts itself: a bug of ours, never a user's. `other`
+    counts its blocks in the same presence map."""
+    _check_index(store, other)
     _check_tree(store)
     _check_usage_and_slots(store)
     _check_holdings(store)
@@ -17,17 +20,20 @@ def check_integrity(store: Store) -> None:
     store.blocks.order.check_integrity()
 
 
-def _check_index(store: Store) -> None:
+def _check_index(store: Store, other: Store | None) -> None:
     table = store.blocks.table
+    present = [
+        each.blocks.table.keys.words[each.blocks.table.live_rows(), 0]
+        for each in (store, other)
+        if each is not None
+    ]
     indexed = {}
     for tenant in store.tenants:
         for key, row in tenant.index.items():
             assert table.keys[row] == key and table.tenant[row] == tenant.number
             assert table.state[row] in (WRITING, WAITING, READY)
             indexed[row] = key
-    assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows(), 0]), (
-        "an engine would not ask"
-    )
+    assert store.blocks.presence.holds_exactly(np.concatenate(present)), "an engine would not ask"
     for row in table.live_rows().tolist():
         was_cleared = store.tenants.by_number[table.tenant[row]].cleared > 0
         assert (row in indexed) == (table.state[row] != EVICTING) or was_cleared, (
@@ -101,8 +107,8 @@ def _check_holdings(store: Store) -> None:
         for write in session.writes.values():
             for row in write.rows:
                 pins[row] = pins.get(row, 0) + 1
-                assert not writers.get(row, 0) >> write.shard & 1, "two writers of one shard"
-                writers[row] = writers.get(row, 0) | 1 << write.shard
+                assert not writers.get(row, 0) & write.mask, "two writers of one shard"
+                writers[row] = writers.get(row, 0) | write.mask
         is_open = not any(session is each for each in ended)
         assert not is_open or session.writing_blocks == sum(
             len(write.rows) for write in session.writes.values()

@@ -34,7 +34,7 @@ class ModelBlock:
 
 @dataclass
 class ModelWrite:
-    shard: int
+    shards: tuple[int, ...]
     blocks: list[ModelBlock]
 
 
@@ -53,6 +53,7 @@ class ModelPlan:
     positions: list[int]
     refused: int
     orphan: bool = False
+    apart: bool = False
 
 
 class StoreModel:
@@ -96,11 +97,9 @@ class StoreModel:
     def quota(self, tenant: str) -> int | None:
         """In force: scaled down where all own quotas exceed the pool, and never more than the
         limit."""
-        quota, pool_bytes, promised = (
-            self.default_quota_bytes,
-            self.pool_bytes,
-            sum(self.own_quotas.values()),
-        )
+        quota = self.default_quota_bytes
+        pool_bytes = self.pool_bytes
+        promised = sum(self.own_quotas.values())
         if tenant in self.own_quotas:
             quota = self.own_quotas[tenant]
             if promised > pool_bytes:
@@ -226,9 +225,10 @@ class StoreModel:
         now_ms: int,
         priority: int,
         ttl_ms: int,
+        further_shards: tuple[int, ...] = (),
     ) -> ModelPlan:
-        state = self._session(session)
-        self._check_store(state, write, layout, shard, keys, priority, ttl_ms)
+        state, shards = self._session(session), (shard, *further_shards)
+        self._check_store(state, write, layout, shards, keys, priority, ttl_ms)
         above = self.find(tenant, parent) if parent else None
         if parent and above is None:
             return ModelPlan([], len(keys), orphan=True)
@@ -236,16 +236,15 @@ class StoreModel:
             _refuse("broken_chain")
         known = self._known_part(tenant, layout, above, keys)
         above = known[-1] if known else above
-        lacking = [i for i, block in enumerate(known) if self._lacks(block, shard)]
+        lacks = [[self._lacks(block, each) for each in shards] for block in known]
+        lacking = [i for i, each in enumerate(lacks) if all(each)]
+        apart = any(any(each) and not all(each) for each in lacks)
         may_write = self.limits.writing_blocks_per_session - state.writing_blocks
         if len(lacking) > may_write:
             joined, taken, room = lacking[:may_write], lacking[may_write], 0
         else:
-            joined, taken, room = (
-                lacking,
-                len(known),
-                min(len(keys) - len(known), may_write - len(lacking)),
-            )
+            joined, taken = lacking, len(known)
+            room = min(len(keys) - len(known), may_write - len(lacking))
         limit = self.limit(tenant)
         room = 0 if limit is not None and limit < self.slot_bytes else room
         may_hold = self.may_hold(tenant) // self.slot_bytes - self._not_held(above)
@@ -254,7 +253,7 @@ class StoreModel:
             joined, taken = [], joined[0]
         if room and tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
             self._drop_coldest_tenant()
-        work = ModelWrite(shard, [known[i] for i in joined])
+        work = ModelWrite(shards, [known[i] for i in joined])
         state.writes[write] = work
         if above is not None:
             above.used = self._next_use()
@@ -278,18 +277,21 @@ class StoreModel:
         if last_known is not None:
             self._let_go([last_known])
         self._note_idle()
-        return ModelPlan([*joined, *range(taken, taken + room)], len(keys) - taken - room)
+        return ModelPlan(
+            [*joined, *range(taken, taken + room)], len(keys) - taken - room, apart=apart
+        )
 
     def complete_store(self, session: int, write: int, checksums: list[int]) -> int:
         state = self._session(session)
         if write not in state.writes:
             _refuse("unknown_write")
         work = state.writes[write]
-        if len(checksums) != len(work.blocks):
+        if len(checksums) != len(work.blocks) * len(work.shards):
             _refuse("bad_checksums")
         del state.writes[write]
-        for block, checksum in zip(work.blocks, checksums, strict=True):
-            block.checksums[work.shard] = checksum
+        written = [(block, shard) for block in work.blocks for shard in work.shards]
+        for (block, shard), checksum in zip(written, checksums, strict=True):
+            block.checksums[shard] = checksum
         for block in self.blocks:
             if block.state == "writing" and len(block.checksums) == block.shards:
                 block.state = "waiting"
@@ -410,14 +412,16 @@ class StoreModel:
         state: ModelSession,
         write: int,
         layout: int,
-        shard: int,
+        shards: tuple[int, ...],
         keys: list[bytes],
         priority: int,
         ttl_ms: int,
     ) -> None:
         if len(keys) > self.limits.blocks_per_request:
             _refuse("too_many_blocks")
-        if not 0 <= shard < self.layouts[layout]:
+        if not set(shards) <= set(range(self.layouts[layout])) or list(shards) != sorted(
+            set(shards)
+        ):
             _refuse("bad_shard")
         if not 0 <= priority <= 100:
             _refuse("bad_priority")
@@ -453,7 +457,7 @@ class StoreModel:
         if block.state != "writing" and block.checksums[shard] != ABSENT:
             return False
         writes = [write for session in self.sessions.values() for write in session.writes.values()]
-        return not any(write.shard == shard and block in write.blocks for write in writes)
+        return not any(shard in write.shards and block in write.blocks for write in writes)
 
     def _held(self, block: ModelBlock) -> bool:
         """Whether a lease ends here or somebody is writing here."""

@@ -1,0 +1,508 @@
+"""The disk of a chaos run: the shipped movement, index, log and mover over simulated files.
+
+    Movement ──► ChaosMover ──► the shipped MoverProcess, a step at a time ──► ChaosFiles ──► files
+
+The files outlive servers, and lose in a power cut what was not synced. A mover ends with its server,
+in the middle of a copy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from kvkeep.server.disk import Disk
+from kvkeep.server.movement import Movement
+from kvkeep.server.startup import _FIRST_MOVER
+from kvkeep.store.store import MOVING, Store
+from kvkeep.store.table import READY
+from kvkeep.tiers.disk_files import DiskFiles
+from kvkeep.tiers.disk_index import _SESSION, DiskIndex
+from kvkeep.tiers.memory import Pool
+from kvkeep.tiers.mover import Job, Read, Result, Write, _flight_of, _InFlight
+from kvkeep.tiers.mover_process import MappedPool, MoverProcess, _Moving, describe
+from kvkeep.wire.messages import PoolPlace
+from kvkeep_lab.chaos.plan import DiskItem
+from kvkeep_lab.chaos.record import Record, Violation
+from kvkeep_lab.simulation.disk import SimulatedFile
+from kvkeep_lab.simulation.simulation import Simulation
+
+Name = tuple[str, bytes]  # tenant and the store's key
+
+_LOG_BYTES = 1 << 17
+_STEP_US = (20, 500)
+_SLOW_US = (5_000, 400_000)
+_STALLS_US = (300_000, 1 << 60, 1 << 60)  # from the last ones no disk comes back
+_DYING_US = (1_000, 400_000)
+_WORKERS = 2
+_JOB_BYTES = 2 * 4096
+_MOST_BYTES = 16 * 4096
+_TODAY_MS = 1_700_000_000_000
+_FAULT = "an internal error; the server's log has it"
+
+
+class ChaosFiles:
+    """The files as a mover uses them, with faults."""
+
+    def __init__(
+        self, files: DiskFiles, rates: dict[str, float], record: Record, chance: random.Random
+    ) -> None:
+        self._files = files
+        self._rates = rates
+        self._record = record
+        self._random = chance
+
+    def read(self, offset: int, views: list[memoryview]) -> int:
+        self._may_fail()
+        if self._meets("half_on_disk"):
+            return self._files.read(offset, _half(views))
+        nbytes = self._files.read(offset, views)
+        if self._meets("garbage_on_disk"):
+            view = self._random.choice(views)
+            view[self._random.randrange(view.nbytes)] ^= self._random.randrange(1, 256)
+        return nbytes
+
+    def write(self, offset: int, views: list[memoryview]) -> None:
+        if self._meets("full_disk"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._may_fail()
+        self._files.write(offset, _half(views) if self._meets("half_on_disk") else views)
+
+    def sync_data(self) -> None:
+        self._may_fail()
+        self._files.sync_data()
+
+    def append(self, records: bytes) -> None:
+        self._may_fail()
+        self._files.append(records)
+
+    def sync_log(self) -> None:
+        self._may_fail()
+        self._files.sync_log()
+
+    def compact(self) -> None:
+        self._may_fail()
+        self._files.compact()
+
+    def _may_fail(self) -> None:
+        if self._meets("failing_disk"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _meets(self, fault: str) -> bool:
+        if self._random.random() >= self._rates.get(fault, 0.0):
+            return False
+        self._record.faults[fault] += 1
+        return True
+
+
+class _Process(MoverProcess):
+    """The shipped mover. Its threads are steps, which its owner takes."""
+
+    def __init__(
+        self, pool: MappedPool, disk: ChaosFiles, answer: Callable[[_Moving, Result], None]
+    ) -> None:
+        super().__init__(pool, disk, None)  # type: ignore[arg-type]
+        self._give = answer
+
+    @property
+    def reads(self) -> bool:
+        """Whether a read is under way."""
+        return bool(self._reads)
+
+    def step(self, before_copy: Callable[[int, bool], None]) -> bool:
+        """Moves a piece, or commits. False if there is nothing to do."""
+        queue = self._reads or self._writes
+        if queue:
+            moving, piece = queue.popleft()
+            for slot in moving.slots[piece].tolist():
+                before_copy(slot, isinstance(moving.job, Read))
+            try:
+                self._move(moving, piece)
+            except Exception as error:  # guard: as the shipped thread does
+                moving.fail(describe(error))
+            moving.left -= 1
+            if not moving.left and isinstance(moving.job, Read):
+                self._answer(moving)
+        elif self._commits and not self._commits[0].left:
+            batch = []
+            while self._commits and not self._commits[0].left:
+                batch.append(self._commits.popleft())
+            self._commit(batch)
+            for moving in batch:
+                self._answer(moving)
+        else:
+            return False
+        return True
+
+    def tear(self, before_copy: Callable[[int, bool], None], chance: random.Random) -> None:
+        """It ends in the middle of a copy: half of a slot has other bytes, or half of a block is on
+        the disk."""
+        queue = self._reads or self._writes
+        if not queue or chance.random() < 0.3:
+            return
+        moving, piece = queue[0]
+        assert isinstance(moving.job, Read | Write)
+        slots = moving.slots[piece][:1]
+        before_copy(int(slots[0]), isinstance(moving.job, Read))
+        (view,) = self._pool.views(slots, moving.job.nbytes)
+        if isinstance(moving.job, Read):
+            view[: view.nbytes // 2] = chance.randbytes(view.nbytes // 2)
+        else:
+            self._disk._files.write(int(moving.offsets[piece.start]), _half([view]))  # type: ignore[attr-defined]
+
+    def _answer(self, moving: _Moving) -> None:
+        if moving.error and not isinstance(moving.job, Read):
+            moving.good[:] = 0
+        self._give(moving, Result(moving.job.number, moving.error, moving.good.tobytes()))
+
+
+class ChaosMover:
+    """In the place of `Mover`. Its process goes on while the server is paused."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        rates: dict[str, float],
+        record: Record,
+        pool: MappedPool,
+        files: ChaosFiles,
+        chance: random.Random,
+    ) -> None:
+        self.job_bytes = _JOB_BYTES
+        self.problem = ""
+        self.is_dead = False
+        self.after_result: Callable[[], None] = lambda: None
+        self.before_copy: Callable[[int, bool], None] = lambda slot, is_write: None
+        self._most_bytes = _MOST_BYTES
+        self._simulation = simulation
+        self._rates = rates
+        self._record = record
+        self._random = chance
+        self._pool = pool
+        self._process = _Process(pool, files, self._take)
+        self._jobs: dict[int, tuple[_InFlight, int]] = {}  # and since when
+        self._results: deque[Result] = deque()
+        self._workers = 0
+        self._stalled_until_us = 0
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(flight.nbytes for flight, _ in self._jobs.values())
+
+    @property
+    def can_read(self) -> bool:
+        return self._has_room("read", self.job_bytes)
+
+    @property
+    def can_write(self) -> bool:
+        return self._has_room("write", self.job_bytes)
+
+    @property
+    def oldest_s(self) -> float:
+        first = min((since for _, since in self._jobs.values()), default=None)
+        return (self._simulation.now_us - first) / 1e6 if first is not None else 0.0
+
+    def fileno(self) -> int:
+        return -1
+
+    def send(self, job: Job) -> bool:
+        flight = _flight_of(job)
+        if not self._has_room(flight.kind, flight.nbytes):
+            return False
+        self._jobs[job.number] = flight, self._simulation.now_us
+        self._process.take(job)
+        if self._workers < _WORKERS:
+            self._workers += 1
+            self._simulation.after(self._random.randint(*_STEP_US), self._work)
+        return True
+
+    def results(self) -> list[Result]:
+        found = [] if self.problem else list(self._results)
+        self._results.clear()
+        if self.is_dead:
+            found = [
+                Result(number, self.problem, bytes(flight.blocks))
+                for number, (flight, _) in self._jobs.items()
+            ]
+        for result in found:
+            del self._jobs[result.number]
+        return found
+
+    def kill(self, problem: str = "the mover was killed") -> None:
+        """It ends a little later: a process that waits for a disk does not end at once."""
+        if not self.problem:
+            self.problem = problem
+            self._simulation.after(self._random.randint(*_DYING_US), self.die)
+
+    def die(self) -> None:
+        """Now, in the middle of what it does."""
+        if not self.is_dead:
+            self._process.tear(self.before_copy, self._random)
+            self.is_dead = True
+            os.close(self._pool.lock)
+            self._pool.segments.close()
+            self._pool.segments.files.close()
+            self.after_result()
+
+    def close(self) -> bool:
+        self.problem = self.problem or "the mover was killed"
+        self.die()
+        return True
+
+    def _has_room(self, kind: str, nbytes: int) -> bool:
+        same = any(flight.kind == kind for flight, _ in self._jobs.values())
+        return not self.problem and (self.in_flight_bytes + nbytes <= self._most_bytes or not same)
+
+    def _work(self) -> None:
+        """A thread's turn."""
+        now_us = self._simulation.now_us
+        if self.problem:
+            return
+        if now_us < self._stalled_until_us:
+            self._simulation.at(self._stalled_until_us, self._work)
+            return
+        # More often while it reads: then slots in memory depend on it.
+        stalls = self._rates.get("stalled_disk", 0.0) * (10 if self._process.reads else 1)
+        if self._random.random() < stalls:
+            self._record.faults["stalled_disk"] += 1
+            self._stalled_until_us = now_us + self._random.choice(_STALLS_US)
+            self._simulation.at(self._stalled_until_us, self._work)
+            return
+        if not self._process.step(self.before_copy):
+            self._workers -= 1
+            return
+        wait_us = self._random.randint(*_STEP_US)
+        if self._random.random() < self._rates.get("slow_disk", 0.0):
+            self._record.faults["slow_disk"] += 1
+            wait_us = self._random.randint(*_SLOW_US)
+        self._simulation.after(wait_us, self._work)
+
+    def _take(self, moving: _Moving, result: Result) -> None:
+        since_us = self._jobs[result.number][1]
+        seconds = (self._simulation.now_us - since_us) / 1e6
+        self._results.append(Result(result.number, result.error, result.good, seconds))
+        self.after_result()
+
+
+class ChaosDisk:
+    """The files, over all lives of a server, and what they must and must not bring back."""
+
+    def __init__(
+        self,
+        item: DiskItem,
+        simulation: Simulation,
+        rates: dict[str, float],
+        record: Record,
+        slab_bytes: int,
+        seed: int,
+    ) -> None:
+        self.movement: Movement | None = None
+        self.promoted_blocks = self.written_blocks = 0  # in all lives
+        self._simulation = simulation
+        self._rates = rates
+        self._record = record
+        self._slab_bytes = slab_bytes
+        self._random = random.Random(f"disk of {seed}")
+        self._data = SimulatedFile(item.slabs * slab_bytes)
+        self._logs = SimulatedFile(_LOG_BYTES), SimulatedFile(_LOG_BYTES)
+        self._acknowledged: set[Name] = set()
+        self._shown: set[Name] = set()  # those of them that the last server could find at its end
+        self._cleared: set[Name] = set()  # and not written since
+        self._clearing: set[Name] = set()  # likewise; a restart may bring them back
+
+    @property
+    def index(self) -> DiskIndex:
+        assert self.movement is not None
+        return self.movement.disks[0].index
+
+    @property
+    def mover(self) -> ChaosMover:
+        assert self.movement is not None
+        mover: Any = self.movement.disks[0].mover
+        return mover  # type: ignore[no-any-return]
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    def open(self, pool: Pool, store: Store, epoch: int) -> Movement:
+        """For another server."""
+        files = self._open_files()
+        index = DiskIndex(
+            files.data_bytes,
+            files.slab_bytes,
+            store.blocks.presence,
+            files.recovered(),
+            self._wall_ms(),
+        )
+        self._check_recovered(index)
+        watch = pool.watch(_FIRST_MOVER)
+        place = PoolPlace(str(pool.directory), str(watch.path), pool.segment_bytes, pool.pool_bytes)
+        used = ChaosFiles(self._open_files(), self._rates, self._record, self._random)
+        mover: Any = ChaosMover(
+            self._simulation,
+            self._rates,
+            self._record,
+            MappedPool(place, epoch),
+            used,
+            self._random,
+        )
+        self._watch_index(index)
+        self._watch_memory(store)
+        disk = Disk("simulated disk", files, index, mover, watch, self._wall_ms)
+        self.movement = Movement(store, [disk], [], self._wall_ms)
+        return self.movement
+
+    def turn(self, now_ms: int) -> None:
+        """A turn of the loop."""
+        assert self.movement is not None
+        self.movement.turn(now_ms)
+        (disk,) = self.movement.disks
+        if disk.set_aside == _FAULT:
+            raise Violation("broken_rules", "moving blocks failed inside the server")
+        if self._clearing and not self.movement.is_clearing:
+            self._cleared |= self._clearing
+            self._clearing.clear()
+
+    def clear(self, tenant: str | None) -> None:
+        """An operator's."""
+        assert self.movement is not None
+        known = _names(self.index.store, self.index.store.blocks.table.live_rows().tolist())
+        self._clearing |= {name for name in known if tenant in (None, name[0])}
+        self.movement.clear(tenant)
+
+    def end(self) -> None:
+        """The server's process is gone, and the mover with it."""
+        if self.movement is None:
+            return
+        (disk,) = self.movement.disks
+        self._shown = self._visible(self.index) & self._acknowledged
+        self._clearing.clear()
+        self.promoted_blocks += disk.counts.promoted_blocks
+        self.written_blocks += disk.counts.written_blocks
+        self.mover.close()
+        os.close(disk._watch._descriptor)
+        self.movement = None
+
+    def stop(self, now_ms: int) -> None:
+        """The server ends in order."""
+        if self.movement is not None:
+            movement, watch = self.movement, self.movement.disks[0]._watch
+            movement.close(now_ms)
+            watch._descriptor = os.open(os.devnull, os.O_RDONLY)  # `end` closes it
+            self.end()
+
+    def cut_power(self) -> None:
+        """After the end of the server."""
+        for file in (self._data, *self._logs):
+            file.cut(self._random)
+
+    def left(self) -> list[str]:
+        """What movement holds although nothing moves."""
+        if self.movement is None:
+            return []
+        (disk,) = self.movement.disks
+        held = self.index.store.sessions[_SESSION]
+        counts = {
+            "jobs": len(disk.jobs),
+            "promotions": len(disk.promotions),
+            "leases on the disk": len(held.leases),
+            "writes to the disk": len(held.writes),
+        }
+        return [f"{count} {name}" for name, count in counts.items() if count]
+
+    # -- inside
+
+    def _wall_ms(self) -> int:
+        return _TODAY_MS + self._simulation.now_us // 1000
+
+    def _open_files(self) -> DiskFiles:
+        files = DiskFiles(self._data, self._logs, self._slab_bytes)
+        if not files.is_new:
+            files.sync_log()
+            return files
+        if self._shown:
+            raise Violation("broken_rules", "the log of the disk cannot be read")
+        files.begin()
+        return files
+
+    def _check_recovered(self, index: DiskIndex) -> None:
+        visible = self._visible(index)
+        if lost := self._shown - visible:
+            raise Violation("broken_rules", f"{len(lost)} blocks that were on disk are lost")
+        if back := self._cleared & visible:
+            raise Violation("broken_rules", f"{len(back)} cleared blocks are on disk again")
+        self._acknowledged = set(self._shown)  # not what was evicted and is back
+        text = f"{len(visible)} blocks, {len(self._shown)} of them were found before"
+        self._record.tell("disk", text)
+
+    def _visible(self, index: DiskIndex) -> set[Name]:
+        """All blocks that a lookup could find."""
+        table = index.store.blocks.table
+        return {
+            (owner.name, key)
+            for owner in index.store.tenants
+            for key, row in owner.index.items()
+            if table.state[row] == READY
+        }
+
+    def _watch_index(self, index: DiskIndex) -> None:
+        """Notes what is planned and what is acknowledged."""
+        plan_write, wrote = index.plan_write, index.wrote
+
+        def planned(*asked: Any, **more: Any) -> Any:
+            plan = plan_write(*asked, **more)
+            if plan is not None:
+                names = _names(index.store, self._written(index, plan.number))
+                self._cleared -= names
+                self._clearing -= names
+            return plan
+
+        def done(number: int, now_ms: int) -> None:
+            rows = self._written(index, number)
+            names = _names(index.store, rows)
+            wrote(number, now_ms)
+            self._acknowledged |= names & self._visible(index)
+
+        index.plan_write, index.wrote = planned, done  # type: ignore[method-assign]
+
+    def _written(self, index: DiskIndex, number: int) -> Iterable[int]:
+        write = index.store.sessions[_SESSION].writes.get(number)
+        return [] if write is None else np.asarray(write.rows).tolist()
+
+    def _watch_memory(self, store: Store) -> None:
+        """What was cleared does not come up."""
+        complete_store = store.complete_store
+
+        def completed(session: int, number: int, *asked: Any, **more: Any) -> Any:
+            write = store.sessions[session].writes.get(number)
+            rows = np.asarray(write.rows).tolist() if session == MOVING and write else []
+            done = complete_store(session, number, *asked, **more)
+            table = store.blocks.table
+            up = _names(store, [row for row in rows if table.state[row] == READY])
+            if back := up & (self._cleared | self._clearing):
+                text = f"{len(back)} cleared blocks came up from the disk"
+                self._simulation.fail(Violation("broken_rules", text))
+            return done
+
+        store.complete_store = completed  # type: ignore[method-assign, assignment]
+
+
+def _names(store: Store, rows: Iterable[int]) -> set[Name]:
+    table, owners = store.blocks.table, store.tenants.by_number
+    return {(owners[table.tenant[row]].name, table.keys[row]) for row in rows}
+
+
+def _half(views: list[memoryview]) -> list[memoryview]:
+    """The first half of their bytes."""
+    left = sum(view.nbytes for view in views) // 2
+    found = []
+    for view in views:
+        found.append(view[: min(left, view.nbytes)])
+        left -= found[-1].nbytes
+    return [view for view in found if view.nbytes]
