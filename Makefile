@@ -27,7 +27,7 @@ CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
 INSTALL_INPUTS := pyproject.toml lab/pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit bench fuzz chaos clean
+.PHONY: help setup demo test test-all test-without-vllm test-with-vllm nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit docs dist bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
@@ -38,8 +38,10 @@ help:
 	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
 	@echo "make test-vllm-contract  tests that compute nothing, with the Python sources of vLLM $(CONTRACT)"
 	@echo "make test-gpu   tests on this host's NVIDIA GPU, with its own python: make test-gpu PYTHON=python3.12"
-	@echo "make check      ruff, mypy --strict and the audit of dependencies"
+	@echo "make check      ruff, mypy --strict, the site of the documentation and the audit of dependencies"
 	@echo "make audit      known vulnerabilities in what is installed, where their database can be reached"
+	@echo "make docs       the documentation as a site, in build/site"
+	@echo "make dist       a wheel for this architecture in dist/, tried in an empty environment"
 	@echo "make bench      lookup, transfer, index and engine benchmarks"
 	@echo "make chaos      whole clusters in simulated time under faults, and planted bugs: make chaos CHAOS=0:10000"
 	@echo "make fuzz       all that reads input, guided by coverage, then random lives of the engine: make fuzz FUZZ_SECONDS=3600 SEEDS=0:1000"
@@ -67,10 +69,17 @@ test: check
 	@$(BIN)/python -m pytest -q --tier quick --durations 10 --ignore tests/vllm
 	@$(MAKE) --no-print-directory test-vllm TIER=quick
 
-test-all: check
-	@echo "test-all: pytest"
-	@$(BIN)/python -m pytest -q --tier all --durations 25 --ignore tests/vllm
-	@$(MAKE) --no-print-directory test-vllm TIER=all
+# Side by side: one core each on a small machine. Both are installed before, because an installation
+# writes the C library that tests have loaded.
+test-all: check $(VLLM_STAMP)
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-without-vllm test-with-vllm TIER=all
+
+test-without-vllm: $(STAMP)
+	@echo "test-all: pytest, without vLLM"
+	@$(BIN)/python -m pytest -q --tier $(TIER) --durations 25 --ignore tests/vllm
+
+test-with-vllm:
+	@$(MAKE) --no-print-directory test-vllm
 	@$(MAKE) --no-print-directory test-vllm-contract
 
 nightly: check
@@ -115,7 +124,8 @@ $(VLLM_READY):
 # Held to what vLLM has chosen: kvkeep is to fit in beside it, not to change it.
 $(VLLM_STAMP): $(VLLM_READY) $(INSTALL_INPUTS)
 	@echo "test-vllm: installing kvkeep beside vLLM $(VLLM)"
-	@$(VLLM_PIP) install --constraint $(VLLM_VENV)/vllm-pins.txt 'pytest>=8' 'xxhash>=3.4' -e . -e ./lab
+	@$(VLLM_PIP) install --constraint $(VLLM_VENV)/vllm-pins.txt 'pytest>=8' 'xxhash>=3.4' \
+		'moto>=5,<6' 'flask>=3,<4' 'flask-cors>=5,<7' -e '.[mooncake,s3,valkey]' -e ./lab
 	@touch $@
 
 check: $(STAMP)
@@ -125,12 +135,21 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@echo "check: mypy --strict"
 	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
 	@echo "check: audit of dependencies"
 	@$(MAKE) --no-print-directory audit
 
 # That every dependency has a tested range and a reason is checked by tests/test_package.py, with no network.
 audit: $(STAMP)
 	@$(BIN)/python .ci/audit.py
+
+docs: $(STAMP)
+	@echo "docs: building the site"
+	@$(BIN)/python .ci/site.py
+
+dist: $(STAMP)
+	@echo "dist: building a wheel"
+	@$(BIN)/python .ci/dist.py
 
 bench: $(STAMP)
 	@for what in lookup transfer index engine; do \

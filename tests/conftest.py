@@ -1,7 +1,7 @@
 """What tests of several folders share: the tiers they run in, the command line as people run it,
 benchmarks' fixtures.
 
-    make test       --tier quick    within ten minutes: no test of a path in SLOW
+    make test       --tier quick    within ten minutes: no test in SLOW, unless it is in QUICK
     make test-all   --tier all      all but NIGHTLY; what continuous integration runs
     make nightly    --tier nightly  everything
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,15 +34,25 @@ from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HERE = Path(__file__).parent
-# Beginnings of paths: real servers, several processes, attacks, benchmarks, whole clusters.
+# Beginnings of the names of tests: real servers, several processes, attacks, benchmarks, whole
+# clusters.
 SLOW = (
     "bench/",
     "chaos/",
+    "cli/test_admin.py",
     "cli/test_bench.py",
     "cli/test_demo",
     "cli/test_drain.py",
-    "cli/test_serve_containers.py",
+    "cli/test_doctor.py",
+    "cli/test_plan.py",
+    "cli/test_prefetch.py",
+    "cli/test_top.py",
+    "cli/test_remote.py",
+    "cli/test_serve",
     "cli/test_tenants.py",
+    "cli/test_tiers.py",
+    "cli/test_verify.py",
+    "deploy/test_prometheus.py::test_faults",
     "e2e/",
     "engine/test_engine_interrupts.py",
     "gpu/test_copier_faults.py",
@@ -49,6 +60,15 @@ SLOW = (
     "gpu/test_loads",
     "lab/",
     "model/",
+    "server/test_attribution.py",
+    "server/test_movement.py",
+    "test_getting_started.py",
+    "testing/test_process.py",
+    "tiers/test_mooncake.py",
+    "tiers/test_s3.py",
+    "tiers/test_swept_bucket.py",
+    "tiers/test_shared_process.py",
+    "tiers/test_valkey.py",
     "traps/",
     "vllm/test_connector_",
     "vllm/test_trap_",
@@ -56,12 +76,23 @@ SLOW = (
 # What stays in `make test` all the same: a hit, a salt and a killed server with one real vLLM
 # engine, and a few of each other kind.
 QUICK = (
+    "chaos/test_simulation.py::test_nothing_is_wrong[1",  # seeds 1 and 10 to 19
+    "cli/test_serve.py::test_a_signal_ends_it_in_order_and_removes_the_pool",
     "e2e/test_engine_oracle.py",
     "lab/simulation/",
+    "model/",
     "vllm/test_trap_07_a_restart_goes_unnoticed.py",
     "vllm/test_connector_tenants.py",
 )
-NIGHTLY: tuple[str, ...] = ("chaos/test_real.py",)
+# A Mooncake cluster of real processes takes long where the processor is shared.
+NIGHTLY_PARAMETERS = ("[mooncake]",)
+NIGHTLY: tuple[str, ...] = (
+    "chaos/test_real.py",
+    "deploy/test_image.py",
+    "e2e/test_warm_restart.py::test_a_server_that_cannot_start",
+    "lab/chaos/test_run.py::test_a_flipped_bit_in_a_length",
+    "lab/fuzz/test_http.py::test_it_is_quiet",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,19 +104,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["TEST_TIER"] = config.getoption("--tier")
+    if find_spec("hypothesis"):  # it is not beside vLLM
+        from hypothesis import settings
+
+        settings.register_profile("no-deadline", deadline=None)
+        settings.load_profile("no-deadline")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("--tier")
-    left_out = [item for item in items if not _is_in(tier, item.path)]
+    left_out = [item for item in items if not _is_in(tier, item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_in(tier, item.path)]
+        items[:] = [item for item in items if _is_in(tier, item)]
 
 
-def _is_in(tier: str, path: Path) -> bool:
-    name = path.relative_to(HERE).as_posix()
+def _is_in(tier: str, item: pytest.Item) -> bool:
+    name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
     if tier == "quick":
         return not name.startswith((*SLOW, *NIGHTLY)) or name.startswith(QUICK)
-    return tier == "nightly" or not name.startswith(NIGHTLY)
+    return tier == "nightly" or not (name.startswith(NIGHTLY) or name.endswith(NIGHTLY_PARAMETERS))
 
 
 @pytest.fixture(scope="session")

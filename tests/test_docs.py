@@ -26,7 +26,9 @@ from kvkeep.connector.options import KNOWN_KEYS
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.offloading import CPU_BYTES, KVTransferConfig
 from kvkeep.engine.request import RequestMetrics
+from kvkeep.kv.outcomes import OUTCOMES
 from kvkeep.server.counters import Counters, Latency, metrics_of
+from kvkeep.server.figures import FiguresShown
 from kvkeep.server.http import make_app
 from kvkeep.server.metrics import families
 from kvkeep.server.settings import TABLE
@@ -75,11 +77,12 @@ def empty_status() -> Status:
         *("", "", 0, "", "", "", 0.0, True, False),
         PoolShown(0, 0, 0, 0, 0, "", {}, {}),
         QuotasShown(0, 0, 0, False),
-        *([], 0, 0, 0, 0, [], {}),
+        *([], 0, 0, 0, 0, [], {}, FiguresShown(), [], {}, {}, None, {}),
         dict.fromkeys(metrics_of(Counters, ""), 0),
         *({}, {}),
         RestartShown(),
         SecurityShown(tls=False, admin_token=False),
+        [],
         [],
     )
 
@@ -94,6 +97,10 @@ def metric_rows() -> list[str]:
         name = family.name + suffixes.get(family.type, "")
         rows.append(f"| `{name}` | {family.type} | {labelled} | {family.documentation} |")
     return rows
+
+
+def outcome_rows() -> list[str]:
+    return [f"| `{name}` | {text} |" for name, text in OUTCOMES if name != "lacked"]
 
 
 def message_rows() -> list[str]:
@@ -185,7 +192,7 @@ def test_every_setting_is_documented() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    assert table_rows("metrics.md") == metric_rows()
+    assert table_rows("metrics.md") == metric_rows() + outcome_rows()
 
 
 def test_every_message_is_documented() -> None:
@@ -236,9 +243,9 @@ def test_every_option_of_the_engine_is_documented() -> None:
     ]
     assert {each.name: str(each.default) for each in options}.items() <= documented.items()
     metrics = {each.name for each in fields(RequestMetrics)} | {"ttft_ms"}
-    in_params = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")} | {
-        *EXTRA_CACHED_TOKENS
-    }
+    in_params = {
+        f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished", "prefetch")
+    } | {*EXTRA_CACHED_TOKENS}
     in_config = {each.name for each in fields(KVTransferConfig)} | {*KNOWN_KEYS, CPU_BYTES}
     user_facing = {"kv_offloading_size", "kv_offloading_backend", "kv_transfer_config"}
     expected = {each.name for each in options} | metrics | in_params | in_config | user_facing
@@ -387,7 +394,9 @@ def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
 
 def test_every_message_that_is_explained_exists() -> None:
     known = messages_in("vllm", "client", "connector", "kv", "gpu")
-    known |= messages_in("server/startup.py", "server/settings.py", "tiers/memory.py")
+    known |= messages_in(
+        "server/startup.py", "server/settings.py", "tiers/memory.py", "tiers/tier_keys.py"
+    )
     assert [
         row
         for row in messages_explained()
@@ -418,33 +427,12 @@ def test_every_key_and_metric_of_the_vllm_connector_is_documented() -> None:
         cell for cell in cells if cell.startswith(("kvkeep.", "lmcache.")) and cell != "kvkeep.vllm"
     }
     assert keys == {*KNOWN_KEYS, "lmcache.mp.host", "lmcache.mp.port"}
-    hints = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")}
+    hints = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished", "prefetch")}
     assert {*EXTRA_CACHED_TOKENS} | hints <= set(cells)
     assert (
         f"`medium` is `{table_of('vllm/events.py', 'MEDIUM')}`"
         in (REFERENCE / "vllm.md").read_text()
     )
-
-
-def test_the_sketch_for_kubernetes_is_yaml() -> None:
-    yaml = pytest.importorskip("yaml")
-    text = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-    documents = [
-        each
-        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-        for each in yaml.safe_load_all(block)
-    ]
-    assert [each["kind"] for each in documents] == [
-        "DaemonSet",
-        "Deployment",
-        "Pod",
-        "Certificate",
-        "Certificate",
-    ]
-    flags = re.findall(
-        r"--([a-z-]+)", " ".join(re.findall(r"--[a-z-]+=[^\s,\]]+|--log-json", text))
-    )
-    assert {flag.replace("-", "_") for flag in flags} <= set(TABLE)
 
 
 # -- links and samples in all documents
@@ -484,10 +472,12 @@ def test_commands_in_samples_exist(document: Path) -> None:
 
 def has_option(path: tuple[str, ...], word: str, known: dict[tuple[str, ...], Any]) -> bool:
     flag = word.partition("=")[0]
-    if flag == "--help" or any(flag in parameter.opts for parameter in known[path].params):
+    if flag == "--help" or any(
+        flag in (*parameter.opts, *parameter.secondary_opts) for parameter in known[path].params
+    ):
         return True
     name = flag.removeprefix("--").replace("-", "_")
-    if path == ("serve",):
+    if path in (("serve",), ("doctor",)):
         return name in TABLE or name.removeprefix("no_") in TABLE
     return path[0] == "bench" and name in inspect.signature(_bench(path[1]).run).parameters
 
@@ -584,7 +574,7 @@ def test_samples_of_a_command_that_is_gone_are_found(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for rows in (setting_rows(), metric_rows(), message_rows()):
+    for rows in (setting_rows(), metric_rows(), outcome_rows(), message_rows()):
         print("\n".join(rows), end="\n\n")
     for words, command in commands():
         print(" ".join(words), *option_rows(command), sep="\n")

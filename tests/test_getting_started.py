@@ -22,7 +22,7 @@ PRINTS = [
     r"4\n\(4, 2, 16, 8, 64\)\n\(0, 2, 16, 8, 64\)\n",
     r"(\[\d+, \d+, \d+, \d+\]) \{'num_kvkeep_extra_cached_tokens': 0\}\n"
     r"\1 \{'num_kvkeep_extra_cached_tokens': 192\}\n",
-    r"5 blocks found\nfailed blocks: \{\}\nfailed blocks: \{\}\nTrue\n",
+    r"5 blocks found\nfailed blocks: \[\]\nfailed blocks: \[\]\nTrue\n",
     r"\[(\d+, ){3}\d+\] 0\n\[(\d+, ){3}\d+\] 32\n",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,19 @@ class HostGpu(Gpu):
     """Stands for a GPU whose memory is the host's, and writes down what it is asked."""
 
     def __init__(self) -> None:
-        self.torch, self.device, self.name, self.free_bytes = torch, "cpu", "none", 64 << 30
+        self.torch = SimpleNamespace(empty=self._empty, uint8=torch.uint8)
+        self.device, self.name, self.free_bytes = "cpu", "none", 64 << 30
         self.asked: list[str] = []
+        self.on_device: list[Any] = []  # memory for stores, then for loads
+        self.on_host: list[Any] = []
+
+    def _empty(self, nbytes: int, **options: Any) -> Any:
+        self.on_device.append(torch.empty(nbytes, **options))
+        return self.on_device[-1]
 
     def pinned(self, nbytes: int) -> Any:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        self.on_host.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.on_host[-1]
 
     def stream(self, number: int) -> AbstractContextManager[Any]:
         self.asked.append(f"stream {number}")
@@ -57,23 +66,23 @@ def test_each_way_copies_the_bytes_asked_for_and_no_more() -> None:
     gpu = HostGpu()
     floor = PlainCopy(gpu, 100)
     for way, to, source in (
-        ("store", floor._host, floor._device),
-        ("load", floor._device, floor._host),
+        ("store", gpu.on_host[0], gpu.on_device[0]),
+        ("load", gpu.on_device[1], gpu.on_host[1]),
     ):
-        source[way].fill_(7)
+        source.fill_(7)
         assert floor.seconds(way, 60) > 0
-        assert to[way][:60].eq(7).all() and to[way][60:].eq(1).all()
+        assert to[:60].eq(7).all() and to[60:].eq(1).all()
     assert gpu.asked == ["synchronize", "stream 0", "synchronize"] * 2
 
 
 def test_both_ways_have_a_stream_each() -> None:
     gpu = HostGpu()
     floor = PlainCopy(gpu, 10)
-    floor._device["store"].fill_(7)
-    floor._host["load"].fill_(8)
+    gpu.on_device[0].fill_(7)
+    gpu.on_host[1].fill_(8)
     floor.seconds("both", 10)
     assert gpu.asked == ["synchronize", "stream 0", "stream 1", "synchronize"]
-    assert floor._host["store"].eq(7).all() and floor._device["load"].eq(8).all()
+    assert gpu.on_host[0].eq(7).all() and gpu.on_device[1].eq(8).all()
 
 
 @needs_cuda

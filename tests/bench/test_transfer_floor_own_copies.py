@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,17 @@ class HostGpu(Gpu):
     """Stands for a GPU whose memory is the host's, and whose copies take as long as it is told."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
-        self.torch, self.device, self.takes_s = torch, "cpu", takes_s
+        self.torch = SimpleNamespace(ones=self._ones, uint8=torch.uint8)
+        self.device, self.takes_s = "cpu", takes_s
         self.waited: list[int] = []
 
+    def _ones(self, nbytes: int, **options: Any) -> Any:
+        self.on_device = torch.ones(nbytes, **options)
+        return self.on_device
+
     def pinned(self, nbytes: int) -> Any:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        self.on_host = torch.empty(nbytes, dtype=torch.uint8)
+        return self.on_host
 
     def stream(self, number: int) -> Any:
         return torch.no_grad()
@@ -38,7 +45,9 @@ class HostGpu(Gpu):
 def test_a_copy_goes_the_way_of_the_transfer_and_is_waited_for(direction: str) -> None:
     gpu = HostGpu(0.01)
     own = OwnCopies(gpu)
-    to, source = (own._host, own._device) if direction == "store" else (own._device, own._host)
+    to, source = gpu.on_host, gpu.on_device
+    if direction == "load":
+        to, source = source, to
     source.fill_(7)
     assert own.seconds(direction) >= 0.01
     assert to.eq(7).all() and gpu.waited == [2], "on a stream that nobody else has"

@@ -166,9 +166,9 @@ def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.M
 
 def test_a_server_that_is_gone_is_missed() -> None:
     with ServerProcess("--pool-size", "16MiB") as server:
-        http = server.http
+        assert server.ask()["name"] == server.name
     with pytest.raises(Unavailable, match="does not answer"):
-        Stored(http).wait(4, 17)
+        Stored(server).wait(4, 17)
 
 
 def test_without_a_connector_nothing_is_added() -> None:

@@ -25,6 +25,8 @@ QUICK_MUTANTS = {
     "release-without-unpin": {"broken_rules"},
     "skip-ghost": {"wrong_bytes"},
     "skip-fence": {"wrong_bytes"},
+    "forget-disk-lease": {"leaked_leases"},
+    "keep-promotions": {"leaked_blocks", "leaked_leases"},
 }
 
 

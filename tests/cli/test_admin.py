@@ -18,6 +18,7 @@ from kvkeep.cli.admin import facts, time_since
 from kvkeep.cli.keygen import make as make_keys
 from kvkeep.client.cache import Cache
 from kvkeep.client.options import ClientOptions
+from kvkeep.server.figures import FiguresShown
 from kvkeep.server.status import RestartShown
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
@@ -109,6 +110,10 @@ def status(**changes: Any) -> dict[str, Any]:
         "auth_failures": {"unknown_key": 3, "mechanism": 1},
         "restart": dataclasses.asdict(RestartShown(why_cold="--fresh was given")),
         "security": {"tls": True, "admin_token": False},
+        "tiers": [],
+        "evicted_blocks": {"own": 0, "others": 7},
+        "evicted_age_s": 75.0,
+        "figures": dataclasses.asdict(FiguresShown(3, 600, 200, 0, 100, 1.5)),
     } | changes
 
 
@@ -117,7 +122,12 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["server"].endswith("ready")
     assert lines["pool"] == "256MiB of 1GiB in use, 512MiB filled"
     assert lines["blocks"] == "1,234 ready"
-    assert lines["lookups"] == "2, 6 of 8 blocks found (75.0%)"
+    assert lines["lookups"] == "2, 6 of 8 blocks found, also those that engines had"
+    assert lines["cache"] == (
+        "600 tokens loaded (75.0% of what no engine had), 200 computed, 1.5 s saved"
+        " (not known for 100 tokens)"
+    )
+    assert lines["evictions"] == "0 (7 for other tenants), 1m 15s after their last use"
     assert lines["degraded"] == "no more memory"
     assert "2GiB" in lines["warning"] and "scaled down" in lines["quotas"]
     assert lines["bad blocks"] == "3"

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +77,44 @@ def test_a_wrong_option_is_named(argv: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
         read_options(run, argv)
     assert argv[0].partition("=")[0] in str(caught.value)
+
+
+def run_on(file: str, other: str, *, blocks: int = 8) -> None:
+    """Stands for a benchmark with two arguments."""
+
+
+def test_parameters_without_a_default_are_arguments() -> None:
+    read = read_options(run_on, ["a.jsonl", "--blocks", "9", "b.jsonl"])
+    assert read == {"file": "a.jsonl", "blocks": 9, "other": "b.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["a.jsonl"], "OTHER is missing"),
+        (["a.jsonl", "b.jsonl", "c.jsonl"], '"c.jsonl"'),
+        (["--file", "a.jsonl"], '"--file"'),
+    ],
+)
+def test_a_wrong_argument_is_named(argv: list[str], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_options(run_on, argv)
+    assert said in str(caught.value)
+
+
+def test_a_trace_is_replayed_from_the_command_line(kvkeep: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n{"timestamp": 1, "hash_ids": [1, 2]}\n')
+    done = kvkeep("bench", "replay", str(trace), "--policy", "lru", "--blocks", "1,2", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["blocks"], row["hit_rate"], row["belady"]) for row in rows] == [
+        (1, 0.25, 0.25),
+        (2, 0.5, 0.5),
+    ]
+    assert "2/2: lru" in done.stderr
+    explained = kvkeep("bench", "replay", "--help").stdout
+    assert "TRACE" in explained and "--trace" not in explained and "[required]" in explained
 
 
 def test_json_is_pure_and_names_the_machine(kvkeep: Run) -> None:

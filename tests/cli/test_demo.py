@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.cli import demo
+from kvkeep.cli import demo, demo_engine
 from kvkeep.cli.demo import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
@@ -387,13 +387,13 @@ def test_questions_are_answered_with_progress_on_the_way(engine: EngineProcess) 
 
 def speak(monkeypatch: pytest.MonkeyPatch, num_blocks: int, question: Question) -> None:
     said = [
-        {"address": None, "num_blocks": num_blocks},
+        {"address": None, "num_blocks": num_blocks, "extra": {}},
         {"questions": [dataclasses.asdict(question)]},
     ]
     monkeypatch.setattr(
         sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in said))
     )
-    demo._serve_engine()
+    demo_engine.serve_engine()
 
 
 def test_an_engine_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ READY = 'import sys; sys.stdin.readline(); print(\'{"model": "none"}\', flush=Tr
 
 
 def child(program: str) -> EngineProcess:
-    return EngineProcess(None, 8, ("-c", program))
+    return EngineProcess(None, 8, program=("-c", program))
 
 
 def test_a_process_that_ends_badly_is_noticed_at_the_end() -> None:
@@ -430,7 +430,7 @@ def test_whoever_fails_beside_a_process_ends_it() -> None:
 
 
 def test_an_engine_to_which_nobody_speaks_ends() -> None:
-    command = [sys.executable, "-m", "kvkeep.cli.demo"]
+    command = [sys.executable, "-m", "kvkeep.cli.demo_engine"]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )

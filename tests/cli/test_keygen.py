@@ -24,6 +24,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import read_authorized, read_line
 from kvkeep.server.settings import Settings
+from kvkeep.tiers.tier_keys import read_tier_keys
 from kvkeep.wire.secret_files import read_token
 from kvkeep.wire.tls import TlsFiles, client_context, server_context, tls_files
 
@@ -314,6 +315,23 @@ def test_a_token_alone(kvkeep: Run, tmp_path: Path) -> None:
     assert (
         len(read_token(token)) >= 43 and token.read_text().strip() not in done.stdout + done.stderr
     )
+
+
+def test_the_secrets_of_a_shared_tier(kvkeep: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    done = kvkeep("keygen", "--dir", str(keys), "--tier-keys", "--json")
+    said = json.loads(done.stdout)
+    made = keys / "tier.keys"
+    assert said["server"] == {"tier_keys": str(made)} and said["clients"] == []
+    assert files(keys) == {".": 0o700, "tier.keys": 0o600}
+    read = read_tier_keys(made)
+    assert read.log.hex() not in done.stdout and read.keys[0].hex() not in done.stdout
+    again = kvkeep("keygen", "--dir", str(keys), "--tier-keys")
+    assert again.returncode == 2 and "use that one, or move it away" in again.stderr
+    assert read_tier_keys(made) == read
+    other = kvkeep("keygen", "--dir", str(tmp_path / "other"), "--tier-keys")
+    assert f'tier_keys = "{tmp_path / "other" / "tier.keys"}"' in other.stdout
+    assert "every server of the shared tier needs the same file" in other.stdout
 
 
 def test_json_names_all_and_tells_no_secret(kvkeep: Run, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 
 import pytest
+import typer
 
 from kvkeep import __version__
 from kvkeep.cli import main as module
@@ -25,6 +27,18 @@ def test_version_and_help(kvkeep: Run) -> None:
     for command in ("serve", "status", "tenants", "settings", "bench"):
         assert f"  {command} " in text
     assert kvkeep("no-such-command").returncode == 2
+
+
+def test_help_has_every_command_in_one_section_and_fits_80_columns(kvkeep: Run) -> None:
+    text = kvkeep("--help", env={"COLUMNS": "80"}).stdout
+    assert all(len(line) <= 80 for line in text.splitlines())
+    sections = [*module.SECTIONS, "Development"]
+    places = [text.index(f"\n{title}:\n") for title in sections]
+    assert places == sorted(places)
+    for name, command in typer.main.get_command(module.app).commands.items():  # type: ignore[attr-defined]
+        assert len(re.findall(rf"^  {name} ", text, re.MULTILINE)) == 1, command.name
+    in_sections = {name for section in module.SECTIONS.values() for name in section}
+    assert in_sections <= set(typer.main.get_command(module.app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,13 @@ def test_what_is_no_kvkeep_server_is_said_to_be_none(
     assert "kvkeep server" in str(caught.value) and "--http" in caught.value.hint
 
 
+def test_the_address_for_engines_is_named_as_such(kvkeep: Run, server: ServerProcess) -> None:
+    said = kvkeep("status", "--http", server.address.removeprefix("tcp://"))
+    assert said.returncode == 3 and said.stdout == ""
+    assert "is the address for engines, not the server's HTTP address" in said.stderr
+    assert "hint: name http_address with --http HOST:PORT" in said.stderr
+
+
 def test_without_a_server_it_says_how_to_start_one(kvkeep: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

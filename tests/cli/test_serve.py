@@ -155,7 +155,9 @@ def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_p
         address = ("--address", f"tcp://127.0.0.1:{port}", "--http-address", "127.0.0.1:0")
         assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", *OWN)
         address = ("--address", "tcp://127.0.0.1:0", "--http-address", f"127.0.0.1:{port}")
-        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", *OWN)
+        refused = kvkeep("serve", *common, *address)
+        assert_explained(refused, f"cannot listen on 127.0.0.1:{port} for HTTP", *OWN)
+        assert "serving on" not in refused.stderr, "no pool was made"
     assert not (SHM / f"kvkeep-port-{port}").exists()
 
 

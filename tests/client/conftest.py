@@ -33,7 +33,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
 from kvkeep_lab.simulation.server import SimulatedServer
 from kvkeep_lab.simulation.store_integrity import check_integrity
-from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork
+from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork, SimulatedTransport
 
 SLOT = 4096
 IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, content="sim")
@@ -110,6 +110,7 @@ class Simulation:
             limits,
         )
         self.pools: list[Pool] = []
+        self.transports: list[SimulatedTransport] = []
         self.connections: list[Connection] = []
         self.replace_server(epoch=1)
 
@@ -149,9 +150,8 @@ class Simulation:
             "address": "tcp://cache:5555",
         } | options
         shape = BlockShape(identity, shard_bytes or (1000,))
-        made = Connection(
-            shape, ClientOptions(**options), self.network.transport(), self.network.clock
-        )
+        self.transports.append(self.network.transport())
+        made = Connection(shape, ClientOptions(**options), self.transports[-1], self.network.clock)
         self.connections.append(made)
         return made
 

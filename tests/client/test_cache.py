@@ -17,6 +17,7 @@ from kvkeep.errors import RequestError, Unavailable
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.tiers import SimulatedTiers
 
 NOWHERE = "tcp://127.0.0.1:1"
 TOKENS = list(range(10))  # two full blocks of four, and two tokens more
@@ -214,11 +215,11 @@ def test_nothing_is_held_after_a_call(simulation: Callable[..., Any]) -> None:
     for _ in range(3):
         cache.put(list(range(8)), given)
         assert (cache.get(list(range(8))) == given).all()
-        assert not cache.connection._debts._owed["lease"], (
+        assert "owed=0" in repr(cache.connection), (
             "the server is told at once, not when somebody comes by"
         )
         assert cache.contains(list(range(8))) == 2
-        assert not cache.connection._debts._owed["lease"]
+        assert "owed=0" in repr(cache.connection)
     sim.run(20)
     assert sim.held() == [(0, 0)]
 
@@ -263,3 +264,42 @@ def test_a_closed_cache_misses() -> None:
     cache.close()
     assert cache.put(TOKENS, blocks()) == 0
     assert len(cache.get(TOKENS)) == 0
+
+
+# -- blocks on a tier
+
+
+def tiered(simulation: Callable[..., Any], **options: Any) -> tuple[Any, kvkeep.Cache]:
+    """A cache whose four blocks are on a tier only, ten milliseconds each."""
+    sim = simulation()
+    tiers = SimulatedTiers(sim.server, block_ms=10)
+    sim.network.serve(tiers)
+    cache = sim.cache(**options)
+    assert cache.put(list(range(16)), np.full((4, 1000), 7, dtype=np.uint8)) == 4
+    assert tiers.take_down() == 4
+    return sim, cache
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"), [("timeout=200", 4), ("timeout=25", 2), ("wait", 4), ("best_effort", 0)]
+)
+def test_blocks_on_a_tier_come_back_within_patience(
+    simulation: Callable[..., Any], policy: str, blocks: int
+) -> None:
+    sim, cache = tiered(simulation, tier_patience=policy)
+    began_ms = sim.network.clock.now_ms
+    found = cache.get(list(range(16)))
+    assert found.shape == (blocks, 1000) and (found == 7).all()
+    assert sim.network.clock.now_ms - began_ms <= 50
+    sim.run(20)
+    assert sim.held() == [(0, 0)] * len(sim.held())
+
+
+def test_prefetch_says_how_many_blocks_are_on_their_way(simulation: Callable[..., Any]) -> None:
+    sim, cache = tiered(simulation, tier_patience="best_effort")
+    assert cache.prefetch(list(range(16))) == 4
+    sim.run(50)
+    assert cache.contains(list(range(16))) == 4
+    assert cache.prefetch(list(range(16))) == 0
+    plain = simulation().cache()
+    assert plain.prefetch(list(range(16))) == 0, "that server has no tier"

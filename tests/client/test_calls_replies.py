@@ -32,6 +32,12 @@ def test_a_hit_on_the_network_plane_has_checksums_and_no_slots() -> None:
     assert hit.checksums.shape == (2, 1)
 
 
+def test_what_is_coming_is_within_what_was_asked() -> None:
+    for said, read in [((2, 40), (2, 40)), ((99, 0), (3, 1)), ((-1, -7), (0, 1))]:
+        hit = read_found(m.Found(1, b"", bytes(8), *said), KEYS, 0, 1)
+        assert hit is not None and (hit.coming, hit.again_ms) == read
+
+
 def test_a_hit_that_does_not_reach_beyond_skip_describes_nothing() -> None:
     hit = read_found(m.Found(1, b"", b""), KEYS, 3, 2)
     assert hit is not None

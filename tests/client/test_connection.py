@@ -4,6 +4,7 @@ nobody waits."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,15 +208,17 @@ def test_memory_stays_mapped_and_fenced_until_the_last_copy_has_ended(simulation
     assert not lock.is_held()
 
 
-def test_a_forked_child_is_not_connected_and_does_not_hang(simulation: Make) -> None:
+def test_a_forked_child_is_not_connected_and_does_not_hang(
+    simulation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sim = simulation()
     connection = sim.connected()
-    connection._pid += 1  # as if this were the child
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as if this were the child
     call = connection.call(m.Ping(), 60_000)
     assert (connection.wait(call), call.failure) == (None, "forked")
     connection.poll()
     connection.close()
-    connection._pid -= 1
+    monkeypatch.undo()
     assert connection.up, "and the parent is none the worse for it"
 
 

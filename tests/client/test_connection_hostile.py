@@ -111,7 +111,7 @@ def test_nothing_raises_whatever_the_server_answers(
         assert (engine == kept).all(), "a store reads, and no more"
         lookup = scheduler.lookup(None, keys)
         while (answer := scheduler.answer(lookup)) is None:
-            connection._transport.wait(20)
+            sim.transports[-1].wait(20)
         assert 0 <= answer.blocks <= 4
         targets = np.arange(4, 4 + answer.blocks)
         loaded = transfer.load(

@@ -60,11 +60,12 @@ def silent(sim: Any, passing: object) -> Any:
     return sim
 
 
-def held_in_wait(connection: Connection) -> tuple[threading.Event, threading.Event]:
+def held_in_wait(sim: Any) -> tuple[threading.Event, threading.Event]:
     """Makes the next wait for the transport last until told otherwise; the connection's lock is
     held meanwhile."""
     inside, go_on = threading.Event(), threading.Event()
-    wait = connection._transport.wait
+    transport = sim.transports[-1]
+    wait = transport.wait
 
     def wait_long(timeout_ms: int) -> None:
         if not inside.is_set():
@@ -72,7 +73,7 @@ def held_in_wait(connection: Connection) -> tuple[threading.Event, threading.Eve
             assert go_on.wait(30)
         wait(timeout_ms)
 
-    connection._transport.wait = wait_long  # type: ignore[method-assign]
+    transport.wait = wait_long
     return inside, go_on
 
 
@@ -119,7 +120,7 @@ def test_a_reply_that_one_thread_takes_in_reaches_the_other_that_waits_for_it(si
     with connection.lock:
         for blocks, each in enumerate(reversed(waiting)):
             frames = encode(Header(each.call.session, each.call.number), m.Found(blocks, b"", b""))
-            connection._transport.inbox.append([bytes(frame) for frame in frames])
+            silent.transports[-1].inbox.append([bytes(frame) for frame in frames])
     for blocks, each in enumerate(reversed(waiting)):
         assert each.over and each.call.reply == m.Found(blocks, b"", b"")
 
@@ -138,7 +139,7 @@ def test_a_session_that_ends_ends_the_wait_of_every_thread(silent: Any) -> None:
 def test_who_copies_does_not_wait_for_who_waits_for_a_reply(simulation: Make) -> None:
     sim = simulation(shared_memory=True)
     connection = sim.connected()
-    inside, go_on = held_in_wait(connection)
+    inside, go_on = held_in_wait(sim)
     call = connection.call(m.Ping(), NEVER_MS)
     thread = threading.Thread(target=connection.wait, args=(call,), daemon=True)
     thread.start()
@@ -206,13 +207,14 @@ def test_close_ends_the_wait_of_another_thread(silent: Any) -> None:
 def test_close_in_two_threads_at_once_lets_go_once(silent: Any) -> None:
     connection = silent.connected()
     waiting = Waiting(connection)
-    closed, close = [0], connection._transport.close
+    transport = silent.transports[-1]
+    closed, close = [0], transport.close
 
     def count() -> None:
         closed[0] += 1
         close()
 
-    connection._transport.close = count
+    transport.close = count
     begin = threading.Barrier(2)
 
     def end() -> None:
@@ -232,8 +234,9 @@ def test_a_second_close_that_waited_for_its_goodbye_finds_all_done(silent: Any) 
     """The order that two threads need some luck for."""
     connection = silent.connected()
     closed: list[str] = []
-    close, wait = connection._transport.close, connection.wait
-    connection._transport.close = lambda: (closed.append("transport"), close())
+    transport = silent.transports[-1]
+    close, wait = transport.close, connection.wait
+    transport.close = lambda: (closed.append("transport"), close())
 
     def wait_while_another_closes(call: Call) -> Any:
         connection.wait = wait  # type: ignore[method-assign]

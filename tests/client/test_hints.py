@@ -14,6 +14,7 @@ FIELDS = {
     "kvkeep_priority": "priority",
     "kvkeep_ttl_ms": "ttl_ms",
     "kvkeep_session_finished": "conversation_finished",
+    "kvkeep_prefetch": "prefetch",
 }
 
 
@@ -83,12 +84,14 @@ def test_hints_are_taken_at_their_limits(caplog: pytest.LogCaptureFixture) -> No
         ),
         ("kvkeep_ttl_ms", [-1, 2**53 + 1, "0", 0.0, False, None, [1], {"a": 1}, float("inf")]),
         ("kvkeep_session_finished", [0, 1, "true", "", None, [], {}, 1.0]),
+        ("kvkeep_prefetch", [0, 1, "true", "", None, [1, 2], {}, 1.0]),
     ],
 )
 def test_a_bad_hint_is_left_out_with_a_warning_and_the_others_count(
     name: str, values: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = {OURS: None, "kvkeep_priority": 80, "kvkeep_ttl_ms": 9, "kvkeep_session_finished": True}
+    good = {OURS: None, "kvkeep_priority": 80, "kvkeep_ttl_ms": 9}
+    good |= {"kvkeep_session_finished": True, "kvkeep_prefetch": True}
     for value in values:
         caplog.clear()
         params = Hints.of({**good, name: value})

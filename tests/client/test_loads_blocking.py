@@ -20,7 +20,7 @@ from kvkeep.client import worker as worker_module
 from kvkeep.client.copier import row_addresses
 from kvkeep.client.loads import BlockingLoader, Load
 from kvkeep.client.rank_memory import GroupMemory
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
@@ -97,7 +97,7 @@ class World:
         self.copier = make_copier([piece.runs], breaks)
         self.transfer = Transfer(self.connection, [piece], 0, self.copier)
         self.failures: list[str] = []
-        self.at_once = BlockingLoader(self.transfer, 0, self.failures.append)
+        self.at_once = BlockingLoader(self.transfer, self.failures.append)
         self.fence = self.connection.shared_pool
         call = self.connection.call(
             m.Lookup("default", self.connection.layout.layout, keys(4)), 200
@@ -117,10 +117,10 @@ class World:
 
     def load(self, owner: str | None = "a") -> list[int]:
         """The places of those that failed."""
-        finished = self.at_once.load("job", self.request, owner)
-        assert finished.loaded == ["job"] and finished.seconds["job"] > 0
+        outcome = self.at_once.load(self.request, owner)
+        assert outcome.seconds is not None and outcome.seconds > 0
         assert not any(each.open for each in self.copier.fetched), "nothing is left of it"
-        return [IDS.index(block) for block in finished.failed.get("job", [])]
+        return sorted(IDS.index(block) for block in outcome.failed)
 
     def slot(self, place: int) -> NDArray[np.uint8]:
         with self.transfer.addresses(
@@ -179,11 +179,11 @@ def test_what_a_load_took_began_when_its_first_bytes_were_fetched(
     monkeypatch.setattr(loads_module.time, "perf_counter", lambda: now_s)
     world.fetch()
     now_s += 100
-    assert world.at_once.load("job", world.request, "a").seconds["job"] == 100
+    assert world.at_once.load(world.request, "a").seconds == 100
     world.fetch("b")
     now_s += 100
-    assert world.at_once.load("job", world.request, "a").seconds["job"] < 100, "not that one's"
-    assert world.at_once.load("job", world.request, "a").seconds["job"] < 100
+    assert world.at_once.load(world.request, "a").seconds == 0, "not that one's"
+    assert world.at_once.load(world.request, "a").seconds == 0
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -265,7 +265,7 @@ def test_where_nothing_can_be_fetched_nothing_is_held(simulation: Make, late_cop
     piece, slots = GroupMemory(BlockRuns.of([world.target])), world.request.slots
     for pieces, copier in (([piece], None), ([piece] * 2, world.copier)):
         at_once = BlockingLoader(
-            Transfer(world.connection, pieces, 0, copier), 0, world.failures.append
+            Transfer(world.connection, pieces, 0, copier), world.failures.append
         )
         assert not at_once.fetch("a", world.request.epoch, slots)
         assert world.fence.holders == 1
@@ -299,7 +299,7 @@ def names(engine: Engine) -> list[str]:
 def test_a_worker_fetches_for_the_load_that_comes_next(engine: Engine) -> None:
     request = engine.looked_up([10, 11])
     engine.worker.load_ahead("a", request.epoch, request.slots)
-    assert engine.worker.load_now("now", request, "a") == Finished(loaded=["now"])
+    assert engine.worker.load_now(request, "a") == LoadOutcome()
     assert engine.has([10, 11], [0, 1]) and names(engine) == ["fetch", "take", "close"]
     engine.worker.load_ahead("a", request.epoch, request.slots)
     engine.worker.drop_ahead()
@@ -334,6 +334,6 @@ def test_nothing_is_fetched_and_nobody_loads_while_another_load_begins(
     assert names(engine) == []
     with caplog.at_level(logging.CRITICAL, "kvkeep"):
         threading.Timer(0.05, gate.open).start()
-        assert engine.worker.load_now("now", request) == Finished(loaded=["now"])
-    assert eventually(lambda: engine.worker.poll().failed == {"l": [12, 13, 14, 15]})
+        assert engine.worker.load_now(request) == LoadOutcome()
+    assert eventually(lambda: engine.worker.poll().failed_blocks == {12, 13, 14, 15})
     assert engine.has([10, 11], [0, 1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.client.options import DEFAULT_ADDRESS, ClientOptions
+from kvkeep.client.options import DEFAULT_ADDRESS, LONGEST_WAIT_MS, ClientOptions
 from kvkeep.errors import SettingsError
 from kvkeep.wire.peers import OVERFLOW_UID
 
@@ -23,6 +23,23 @@ def test_the_defaults_reach_a_server_on_this_host() -> None:
 def test_a_number_that_is_none_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=option):
         ClientOptions(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "patience_ms"),
+    [("best_effort", 0), ("timeout=0", 0), ("timeout=1500", 1_500), ("wait", LONGEST_WAIT_MS)],
+)
+def test_patience_with_a_tier_is_a_policy(text: str, patience_ms: int) -> None:
+    assert ClientOptions(tier_patience=text).patience_ms == patience_ms
+    assert ClientOptions().patience_ms == 200
+
+
+@pytest.mark.parametrize(
+    "text", ["", "timeout", "timeout=", "timeout=-1", "timeout=1.5", "timeout=200ms", "Wait", 200]
+)
+def test_another_word_for_patience_is_refused_with_those_that_there_are(text: Any) -> None:
+    with pytest.raises(SettingsError, match=r"tier_patience = .*best_effort.*timeout=200.*wait"):
+        ClientOptions(tier_patience=text)
 
 
 FILES = {"tls_cert": "/keys/a.pem", "tls_key": "/keys/a.key", "tls_ca": "/keys/ca.pem"}

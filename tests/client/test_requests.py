@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.errors import RequestError
 
 ALL = slice(None)
@@ -68,7 +68,7 @@ def test_a_table_has_a_row_for_each_piece_and_a_column_for_each_block(ids: Any) 
 def test_a_request_for_nothing_is_a_request(ids: Any) -> None:
     assert storing(keys=b"", block_ids=ids).blocks == 0
     assert loading(ids).blocks == 0
-    assert loading(ids).ids_of(ALL) == []
+    assert loading(ids).outcome() == LoadOutcome()
 
 
 @pytest.mark.parametrize(
@@ -139,25 +139,33 @@ def test_there_is_an_engine_block_for_each_slot(ids: Any) -> None:
         assert caught.value.field == "block_ids" and "answer.skip" in caught.value.hint
 
 
-def test_the_engine_blocks_of_chosen_blocks_are_those_of_all_their_pieces() -> None:
+def test_what_failed_of_a_block_is_the_engine_block_of_every_group() -> None:
     request = loading([[4, 5, 6], [NO_BLOCK, NO_BLOCK, 9]])
-    assert request.ids_of(ALL) == [4, 5, 6, 9]
-    assert request.ids_of(np.array([True, False, True])) == [4, 6, 9]
-    assert request.ids_of(np.array([True, True, False])) == [4, 5]
-    assert request.ids_of(np.zeros(3, dtype=np.bool_)) == []
-    assert request.ids_of(slice(2, None)) == [6, 9]
+    assert request.outcome().failed == {4, 5, 6, 9}
+    assert request.outcome(np.array([False, True, False])).failed == {4, 6, 9}
+    assert request.outcome(np.array([False, False, True])).failed == {4, 5}
+    assert request.outcome(np.ones(3, dtype=np.bool_), 0.5) == LoadOutcome()
+    assert request.outcome(np.ones(3, dtype=np.bool_), 0.5).seconds == 0.5
+
+
+def test_outcomes_of_ranks_are_joined() -> None:
+    one, other = LoadOutcome(frozenset({1, 2}), 0.5), LoadOutcome(frozenset({2, 3}), 1.5)
+    for joined in (one.joined(other), other.joined(one)):
+        assert joined == LoadOutcome(frozenset({1, 2, 3})) and joined.seconds == 1.5
+    assert one.joined(LoadOutcome()).seconds == 0.5, "the other rank did not measure it"
+    assert LoadOutcome().joined(LoadOutcome()).seconds is None
 
 
 @given(st.data())
-def test_ids_of_names_exactly_the_engine_blocks_that_are_there(data: st.DataObject) -> None:
+def test_an_outcome_names_exactly_the_engine_blocks_that_are_there(data: st.DataObject) -> None:
     blocks, pieces = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     table = [[data.draw(st.integers(-1, 20)) for _ in range(blocks)] for _ in range(pieces)]
     chosen = [data.draw(st.booleans()) for _ in range(blocks)]
     expected = [b for row in table for b, c in zip(row, chosen, strict=True) if c and b != NO_BLOCK]
     array = np.array(table, dtype=np.int64).reshape(pieces, blocks)
     for ids in [array, array[0]] if pieces == 1 else [array]:
-        got = loading(ids).ids_of(np.array(chosen, dtype=np.bool_))
-        assert got == expected and all(type(block) is int for block in got)
+        got = loading(ids).outcome(~np.array(chosen, dtype=np.bool_)).failed
+        assert got == set(expected) and all(type(block) is int for block in got)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +173,7 @@ def test_ids_of_names_exactly_the_engine_blocks_that_are_there(data: st.DataObje
     [
         {"stored": {1: 0}},
         {"incomplete": [1]},
-        {"loaded": [1]},
-        {"failed": {1: [2]}},
+        {"loads": {1: LoadOutcome()}},
         {"withdrawn": 3},
     ],
     ids=lambda said: next(iter(said)),

@@ -302,10 +302,10 @@ class Late:
         self.copier = copier([BlockRuns.of([self.engine])], breaks)
         self.transfer = transfer(self.connection, self.engine, self.copier)
         self.fence = self.connection.shared_pool
-        self.sim.recorder.instead = self._watch
+        self.sim.recorder.instead = self.watch
         self._passing = passing
 
-    def _watch(self, header: Any, request: m.Request) -> object:
+    def watch(self, header: Any, request: m.Request) -> object:
         if isinstance(request, m.CompleteStore):
             done = self.sim.recorder.count(m.CompleteStore)
             assert all(not reading.on_the_way for reading in self.copier.readings[:done]), (
@@ -425,7 +425,7 @@ def test_a_part_under_way_is_completed_when_the_next_one_is_lost(late: Callable[
     def evacuate(header: Any, message: m.Request) -> object:
         if isinstance(message, m.PrepareStore) and world.sim.recorder.count(m.PrepareStore) == 2:
             sources.evacuate(np.array([5]), 0)
-        return world._watch(header, message)
+        return world.watch(header, message)
 
     world.sim.recorder.instead = evacuate
     assert world.transfer.offer(request, sources) == (4, False)

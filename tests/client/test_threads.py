@@ -18,7 +18,7 @@ def test_who_has_it_may_take_it_again_while_others_wait() -> None:
     thread = threading.Thread(target=other)
     with turns:
         thread.start()
-        assert eventually(turns._next_in_line.locked), "it stands in line"
+        assert eventually(lambda: "waited for" in repr(turns)), "it stands in line"
         with turns, turns:
             order.append("inside")
         order.append("outside")
@@ -38,7 +38,7 @@ def test_who_takes_it_again_and_again_has_it_after_whoever_came_meanwhile() -> N
         thread = threading.Thread(target=other)
         with turns:
             thread.start()
-            assert eventually(turns._next_in_line.locked)
+            assert eventually(lambda: "waited for" in repr(turns))
             order.append("first")
         with turns:
             order.append("second")

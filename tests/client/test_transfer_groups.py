@@ -44,10 +44,10 @@ class Engine:
         self.first_shard = first_shard
         self.memory = [rng.integers(0, 256, (BLOCKS, nbytes), dtype=np.uint8) for nbytes in sizes]
         self.before = [memory.copy() for memory in self.memory]
-        self.transfer = self._transfer(self.memory)
+        self.transfer = self.transfer_of(self.memory)
         self.target: list[NDArray[np.uint8]] = []
 
-    def _transfer(self, memory: list[NDArray[np.uint8]]) -> Transfer:
+    def transfer_of(self, memory: list[NDArray[np.uint8]]) -> Transfer:
         pieces = [
             GroupMemory(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)
         ]
@@ -87,7 +87,7 @@ class Engine:
         """Loads into memory of another engine of the same kind."""
         self.target = [np.full_like(area, NOTHING) for area in self.memory]
         count = skip + np.array(ids).shape[-1]
-        return self._transfer(self.target).load(self.look_up(count, ids, skip)).tolist()  # type: ignore[no-any-return]
+        return self.transfer_of(self.target).load(self.look_up(count, ids, skip)).tolist()  # type: ignore[no-any-return]
 
     def has(self, piece: int, into: int, source: int) -> bool:
         return bool((self.target[piece][into] == self.before[piece][source]).all())
@@ -276,7 +276,7 @@ def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(
         [[NO_BLOCK] * 4, [NO_BLOCK] * 4, [NO_BLOCK] * 4],
         [[24, 25, 26, 27], [NO_BLOCK] * 4, [NO_BLOCK, 10, NO_BLOCK, 11]],
     ]
-    loaded = engine._transfer(engine.target).load_all(
+    loaded = engine.transfer_of(engine.target).load_all(
         [engine.look_up(4, table) for table in tables]
     )
     assert [each.tolist() for each in loaded] == [
@@ -534,8 +534,8 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
     with pytest.raises(RequestError, match="block 999"):
         engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
     assert fence is None or fence.holders == 1, "the session's own"
-    deadline = engine.connection._clock() + 5_000
-    while engine.connection._clock() < deadline:
+    deadline = engine.connection.now_ms + 5_000
+    while engine.connection.now_ms < deadline:
         engine.connection.poll()
         engine.connection._transport.wait(50)
     ended = engine.connection.call(m.AbandonStore(list(range(1, 50))), 200)

@@ -18,8 +18,9 @@ from kvkeep.client import worker as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.stores import Store, source_blocks
+from kvkeep.client.transport import StreamTransport
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -110,7 +111,7 @@ class Engine:
 
         def something() -> bool:
             seen[0] = self.worker.poll()
-            return bool(seen[0].stored or seen[0].loaded)
+            return bool(seen[0].stored or seen[0].loads)
 
         assert eventually(something)
         return seen[0]
@@ -230,7 +231,7 @@ def test_a_round_trip_is_byte_exact_and_touches_nothing_else(start: Start, layou
     assert engine.stored(source) == 4
     engine.worker.load("l", engine.looked_up(target))
     finished = engine.finished()
-    assert (finished.loaded, finished.failed) == (["l"], {})
+    assert finished.loads == {"l": LoadOutcome()}
     assert [bytes_of_block(layers, block_dim, block) for block in target] == expected
     assert {block: bytes_of_block(layers, block_dim, block) for block in others} == others
 
@@ -242,7 +243,7 @@ def test_bytes_between_padded_blocks_stay_as_they_are(start: Start) -> None:
     engine.stored([0, 1])
     before = [whole_bytes(tensor).clone() for tensor in layers]
     engine.worker.load("l", engine.looked_up([0, 1]))
-    assert engine.finished().failed == {}
+    assert not engine.finished().failed_blocks
     assert all(
         torch.equal(whole_bytes(tensor), area) for tensor, area in zip(layers, before, strict=True)
     )
@@ -294,7 +295,7 @@ def test_blocks_that_failed_are_named_by_their_ids(start: Start) -> None:
     checksums[[1, 3]] ^= 1
     bad = LoadRequest(**(vars(request) | {"checksums": checksums}))
     engine.worker.load("l", bad)
-    assert engine.finished() == Finished(loaded=["l"], failed={"l": [9, 11]})
+    assert engine.finished() == Finished(loads={"l": LoadOutcome(frozenset({9, 11}))})
     assert engine.connection.counters.failures["bad_block"] == 2
     assert engine.looked_up([0, 1, 2, 3]).slots.shape == (4,), (
         "the server looked for itself and kept its good blocks"
@@ -308,11 +309,11 @@ def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> Non
     engine.stored([0, 1, 2, 3])
     for turn in range(20):  # right behind one in the background, which may not have left yet
         engine.worker.load(turn, engine.looked_up([4, 5, 6, 7]))
-        assert engine.finished() == Finished(loaded=[turn])
+        assert engine.finished() == Finished(loads={turn: LoadOutcome()})
         for layer in layers:
             layer[8:] = 0
-        told = engine.worker.load_now("now", engine.looked_up([8, 9, 10, 11]))
-        assert told == Finished(loaded=["now"]) and told.seconds["now"] > 0
+        told = engine.worker.load_now(engine.looked_up([8, 9, 10, 11]))
+        assert told == LoadOutcome() and told.seconds is not None and told.seconds > 0
         assert all(torch.equal(layer[8:], layer[:4]) for layer in layers)
         assert engine.worker.poll() == Finished()
     request = engine.looked_up([8, 9, 10, 11])
@@ -322,12 +323,12 @@ def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> Non
             | {"checksums": request.checksums ^ np.array([[0], [1], [0], [0]], np.uint64)}
         )
     )
-    assert engine.worker.load_now("now", bad) == Finished(loaded=["now"], failed={"now": [9]})
-    wrong = engine.worker.load_now("now", engine.looked_up([8, 9, 10, BLOCKS]))
-    assert wrong == Finished(loaded=["now"], failed={"now": [8, 9, 10, BLOCKS]})
+    assert engine.worker.load_now(bad) == LoadOutcome(frozenset({9}))
+    wrong = engine.worker.load_now(engine.looked_up([8, 9, 10, BLOCKS]))
+    assert wrong == LoadOutcome(frozenset({8, 9, 10, BLOCKS}))
     assert engine.connection.counters.failures["internal_error"] == 1
     engine.worker.close()
-    assert engine.worker.load_now("now", request).failed == {"now": [8, 9, 10, 11]}
+    assert engine.worker.load_now(request).failed == {8, 9, 10, 11}
 
 
 def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines_end(
@@ -339,7 +340,7 @@ def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines
     engine.stored([0, 1])
     request = engine.looked_up([0, BLOCKS])
     engine.worker.load("l", request)
-    assert engine.finished().failed == {"l": [0, BLOCKS]}
+    assert engine.finished().failed_blocks == {0, BLOCKS}
     assert engine.connection.counters.failures["internal_error"] == 2
 
 
@@ -517,7 +518,7 @@ def test_a_store_that_has_begun_while_another_is_copied_ends_undone_if_the_worke
 def refused(engine: Engine) -> bool:
     """Whether the worker takes no more jobs."""
     before = engine.connection.counters.failures.get("closed", 0)
-    engine.worker.load_now("none", some_load([5]))
+    engine.worker.load_now(some_load([5]))
     return engine.connection.counters.failures.get("closed", 0) > before
 
 
@@ -560,7 +561,9 @@ def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     worker.store_all({0: store, 1: store, 2: store})
     for job in (1, 2):
         worker.load(job, some_load([5, 6]))
-    assert worker.poll() == Finished(stored={2: 0}, incomplete=[2], loaded=[2], failed={2: [5, 6]})
+    assert worker.poll() == Finished(
+        stored={2: 0}, incomplete=[2], loads={2: LoadOutcome(frozenset({5, 6}))}
+    )
     assert worker.connection.counters.failures == {"queue_full": 2}
     assert worker.poll() == Finished(), "everything is told once"
     assert worker.jobs == (2, 2, 2, 2)
@@ -574,12 +577,12 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     worker.store("queued", StoreRequest("default", b"", keys(1), np.array([0])))
     worker.close()
     assert worker.poll() == Finished(
-        stored={"queued": 0}, incomplete=["queued"], loaded=["queued"], failed={"queued": [5]}
+        stored={"queued": 0}, incomplete=["queued"], loads={"queued": LoadOutcome(frozenset({5}))}
     )
     worker.load("late", some_load([6]))
     worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
     assert worker.poll() == Finished(
-        stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]}
+        stored={"late": 0}, incomplete=["late"], loads={"late": LoadOutcome(frozenset({6}))}
     )
     worker.close()
 
@@ -587,7 +590,9 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
 # -- a server that is not there yet
 
 
-def test_what_is_stored_before_the_session_is_made_waits_for_it(server: ServerProcess) -> None:
+def test_what_is_stored_before_the_session_is_made_waits_for_it(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that computes its first blocks while the server is still busy with something
     else."""
     layers, _ = contiguous()
@@ -598,8 +603,10 @@ def test_what_is_stored_before_the_session_is_made_waits_for_it(server: ServerPr
     )
     worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
     connection, done = worker.connection, Finished()
-    heard, answers = connection._transport.receive, threading.Event()
-    connection._transport.receive = lambda: heard() if answers.is_set() else None  # type: ignore[method-assign]
+    heard, answers = StreamTransport.receive, threading.Event()
+    monkeypatch.setattr(
+        StreamTransport, "receive", lambda self: heard(self) if answers.is_set() else None
+    )
     worker.register_kv_caches(layers)
     assert eventually(lambda: connection.state == "greeting")
     worker.store(
@@ -649,21 +656,20 @@ def test_a_killed_server_costs_failed_loads_and_no_more() -> None:
         def all_done() -> bool:
             seen = engine.worker.poll()
             done.stored.update(seen.stored)
-            done.loaded.extend(seen.loaded)
-            done.failed.update(seen.failed)
-            return len(done.stored) == len(done.loaded) == 20
+            done.loads.update(seen.loads)
+            return len(done.stored) == len(done.loads) == 20
 
         assert eventually(all_done)
         assert set(done.stored.values()) == {0}
         for job in range(
             20
         ):  # its memory is still mapped: what is verified may be used, the rest is named
-            assert done.failed.get(job, []) in ([], [8, 9, 10, 11])
+            assert done.loads[job].failed in (set(), {8, 9, 10, 11})
         assert [bytes_of_block(layers, 0, block) for block in range(4)] == expected
         server.start()
         assert eventually(lambda: engine.connection.up and engine.connection.epoch != request.epoch)
         engine.worker.load("stale", request)
-        assert engine.finished().failed == {"stale": [8, 9, 10, 11]}
+        assert engine.finished().failed_blocks == {8, 9, 10, 11}
         assert engine.stored([0, 1, 2, 3]) == 0, "the next server has what the last one had"
         engine.worker.close()
     assert "internal_error" not in engine.connection.counters.failures
@@ -682,7 +688,7 @@ def test_a_paused_server_does_not_hold_up_the_engine(server: ServerProcess) -> N
             engine.worker.store(job, StoreRequest("default", b"", keys(2, f"{job}/"), np.arange(2)))
             engine.worker.poll()
         loaded: list[Any] = []
-        assert eventually(lambda: loaded.extend(engine.worker.poll().loaded) or len(loaded) >= 1)
+        assert eventually(lambda: loaded.extend(engine.worker.poll().loads) or len(loaded) >= 1)
     finally:
         server.send(signal.SIGCONT)
     engine.worker.close()

@@ -17,7 +17,7 @@ from kvkeep.client import stores as module
 from kvkeep.client import worker as worker_module
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.rank_memory import GroupMemory, physical_fingerprint
-from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.stores import SourceBlocks
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
@@ -103,10 +103,9 @@ class Engine:
             new = self.worker.poll()
             seen.stored.update(new.stored)
             seen.incomplete.extend(new.incomplete)
-            seen.loaded.extend(new.loaded)
-            seen.failed.update(new.failed)
+            seen.loads.update(new.loads)
             seen.withdrawn += new.withdrawn
-            return len(seen.stored) + len(seen.loaded) >= count
+            return len(seen.stored) + len(seen.loads) >= count
 
         assert eventually(enough)
         return seen
@@ -173,11 +172,11 @@ def test_every_piece_comes_back_and_failures_name_the_engine_blocks_of_all(
     engine = start(shared_memory=shared_memory)
     engine.store("s", [STORED[0], [NO_BLOCK, 5, 6, 7]])
     assert engine.finished() == Finished(stored={"s": 4})
-    assert engine.load("all", TARGETS) == Finished(loaded=["all"], failed={"all": [8, 12]}), (
-        "both pieces of block 0"
-    )
+    assert engine.load("all", TARGETS) == Finished(
+        loads={"all": LoadOutcome(frozenset({8, 12}))}
+    ), "both pieces of block 0"
     assert engine.load("some", [TARGETS[0], [NO_BLOCK, *TARGETS[1][1:]]]) == Finished(
-        loaded=["some"]
+        loads={"some": LoadOutcome()}
     )
     assert (engine.memory[0][TARGETS[0]] == engine.before[0][STORED[0]]).all()
     assert (engine.memory[1][TARGETS[1][1:]] == engine.before[1][STORED[1][1:]]).all()
@@ -202,10 +201,10 @@ def test_another_number_of_pieces_fails_a_load_and_nothing_else(start: Start) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module.log, "exception", lambda *_: None)
         assert engine.load("l", [8, 9, 10, 11]) == Finished(
-            loaded=["l"], failed={"l": [8, 9, 10, 11]}
+            loads={"l": LoadOutcome(frozenset({8, 9, 10, 11}))}
         )
     assert engine.worker.connection.counters.failures["internal_error"] == 1
-    assert engine.load("again", TARGETS) == Finished(loaded=["again"])
+    assert engine.load("again", TARGETS) == Finished(loads={"again": LoadOutcome()})
 
 
 def test_pieces_that_do_not_fit_the_shape_are_refused_with_all_their_sizes() -> None:
@@ -298,7 +297,7 @@ def test_after_withdraw_the_engine_may_write_and_the_server_gets_what_was_there(
             [0, 1, 2, 3],
             [NO_BLOCK if block == NO_BLOCK else 4 + at for at, block in enumerate(ids[1])],
         ]
-        assert engine.load("l", into, name).failed == {}
+        assert not engine.load("l", into, name).failed_blocks
         for piece in (0, 1):
             there = [
                 (to, source)
@@ -346,7 +345,7 @@ def test_without_room_to_set_aside_what_may_be_missing_is(
     engine.overwrite([4, 6])
     server.send(signal.SIGCONT)
     assert engine.finished() == Finished(stored={"s": 4}, withdrawn=2)
-    assert engine.load("l", TARGETS) == Finished(loaded=["l"], failed={"l": [10, 14]}), (
+    assert engine.load("l", TARGETS) == Finished(loads={"l": LoadOutcome(frozenset({10, 14}))}), (
         "room was for one of the two"
     )
     good = [0, 1, 3]
@@ -439,10 +438,8 @@ def test_an_engine_that_writes_into_blocks_while_they_are_stored_never_gets_a_ne
         seen = engine.finished()
         withdrawn += seen.withdrawn
         assert seen.incomplete == [] and seen.stored == {"s": count}
-        assert (
-            engine.load("l", np.stack([np.arange(count), 30 + np.arange(count)]), f"/{turn}").failed
-            == {}
-        )
+        into = np.stack([np.arange(count), 30 + np.arange(count)])
+        assert not engine.load("l", into, f"/{turn}").failed_blocks
         assert (engine.memory[0][:count] == engine.before[0][ids[0]]).all()
         assert (engine.memory[1][30 : 30 + count] == engine.before[1][ids[1]]).all()
         came += count

@@ -20,7 +20,8 @@ from kvkeep.client import worker as module
 from kvkeep.client.loads import Load
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.rank_memory import GroupMemory
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
+from kvkeep.client.transport import StreamTransport
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.gpu.registration import PoolRegistration
 from kvkeep.kv.identity import ModelIdentity
@@ -102,16 +103,13 @@ class Engine:
 
         def enough() -> bool:
             new = self.worker.poll()
-            assert not set(new.stored) & set(seen.stored) and not set(new.loaded) & set(
-                seen.loaded
-            ), "told once"
+            assert not new.stored.keys() & seen.stored.keys(), "told once"
+            assert not new.loads.keys() & seen.loads.keys(), "told once"
             seen.stored.update(new.stored)
             seen.incomplete.extend(new.incomplete)
-            seen.loaded.extend(new.loaded)
-            seen.failed.update(new.failed)
-            seen.seconds.update(new.seconds)
+            seen.loads.update(new.loads)
             seen.withdrawn += new.withdrawn
-            return len(seen.stored) + len(seen.loaded) >= count
+            return len(seen.stored) + len(seen.loads) >= count
 
         assert eventually(enough)
         return seen
@@ -181,13 +179,13 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(
     assert waits.wait(30), "the store's thread is inside"
     for job in range(20):
         engine.worker.load(job, request)
-        assert engine.finished() == Finished(loaded=[job])
+        assert engine.finished() == Finished(loads={job: LoadOutcome()})
     assert engine.has([10, 11, 12], [0, 1, 2])
     engine.worker.load("timed", request)
-    took_s = next(iter(engine.finished().seconds.values()))
-    assert took_s > 0 and not engine.worker.jobs.loads
+    took_s = engine.finished().loads["timed"].seconds
+    assert took_s is not None and took_s > 0 and not engine.worker.jobs.loads
     engine.worker.load("bad", wrong(request))
-    assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), (
+    assert engine.finished() == Finished(loads={"bad": LoadOutcome(frozenset({10, 11, 12}))}), (
         "reported, not waited for"
     )
     server.send(signal.SIGCONT)
@@ -195,20 +193,20 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(
 
 
 def test_a_load_ends_while_a_store_waits_with_the_connection_in_its_hands(
-    start: Start, server: ServerProcess
+    start: Start, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One wait for a reply lasts until the load is over, with the connection's lock held."""
     engine = start()
     engine.store("s", [0, 1, 2])
     engine.finished()
     request = engine.looked_up([10, 11, 12])
-    gate, transport = Gate(), engine.connection._transport
-    transport.wait = gate.before(transport.wait)  # type: ignore[method-assign]
+    gate = Gate()
+    monkeypatch.setattr(StreamTransport, "wait", gate.before(StreamTransport.wait))
     server.send(signal.SIGSTOP)
     engine.store("stuck", [3, 4], "b")
     assert gate.reached.wait(30)
     engine.worker.load("l", request)
-    assert engine.finished() == Finished(loaded=["l"])
+    assert engine.finished() == Finished(loads={"l": LoadOutcome()})
     assert engine.has([10, 11, 12], [0, 1, 2])
     gate.open()
     server.send(signal.SIGCONT)
@@ -226,7 +224,7 @@ def test_a_store_ends_while_a_load_is_copied(start: Start) -> None:
     engine.store("beside", [2, 3], "b")
     assert engine.finished() == Finished(stored={"beside": 2})
     gate.open()
-    assert engine.finished() == Finished(loaded=["l"])
+    assert engine.finished() == Finished(loads={"l": LoadOutcome()})
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "network"])
@@ -239,11 +237,11 @@ def test_loads_and_stores_at_the_same_time_do_not_mix(start: Start, shared_memor
         engine.worker.load(f"l{turn}", engine.looked_up([*into, *range(300, 308)]))
         engine.store(f"s{turn}", [turn, turn + 1], f"/{turn}")
     seen = engine.finished(60)
-    assert seen.failed == {} and seen.incomplete == [] and set(seen.stored.values()) == {2}
+    assert not seen.failed_blocks and seen.incomplete == [] and set(seen.stored.values()) == {2}
     assert engine.has([*range(100, 130)], [0] * 30) and engine.has([*range(200, 230)], [1] * 30)
     for turn in range(30):
         engine.worker.load("check", engine.looked_up([50, 51], f"/{turn}"))
-        assert engine.finished().failed == {} and engine.has([50, 51], [turn, turn + 1])
+        assert not engine.finished().failed_blocks and engine.has([50, 51], [turn, turn + 1])
 
 
 def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_with_its_own_result(
@@ -279,7 +277,7 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
     assert (seen.stored, seen.incomplete) == ({0: 2, 1: 2, 2: 0, 3: 1}, [2])
     assert len(begun) == 4 and not engine.worker.jobs.stores
     engine.worker.load("l", engine.looked_up([10, 11, 12], "/1"))
-    assert engine.finished().failed == {} and engine.has([10, 11, 12], [50, 2, 3])
+    assert not engine.finished().failed_blocks and engine.has([10, 11, 12], [50, 2, 3])
 
 
 # -- many loads
@@ -312,10 +310,12 @@ def test_many_small_loads_come_back_each_with_its_own_result(
     gate.open()
     seen = engine.finished(count)
     assert seen == Finished(
-        loaded=[*range(count)], failed={job: places[job] for job in range(3, count, 7)}
+        loads={
+            job: LoadOutcome(frozenset(places[job] if job % 7 == 3 else ())) for job in range(count)
+        }
     )
     for job in range(count):
-        if job not in seen.failed:
+        if not seen.loads[job].failed:
             assert engine.has(places[job], [*range(job, job + sizes[job])])
     assert sum(map(len, batches)) == count
     assert all(len(batch) == 1 or sum(batch) <= together for batch in batches)
@@ -345,8 +345,13 @@ def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(
         engine.worker.load(job, request)
     gate.open()
     seen = engine.finished(5)
-    assert sorted(seen.loaded) == ["a", "b", "c", "d", "first"]
-    assert seen.failed == {"b": [12, BLOCKS], "d": [15, 16, 17, 18]}
+    assert {job: outcome.failed for job, outcome in seen.loads.items()} == {
+        "a": set(),
+        "b": {12, BLOCKS},
+        "c": set(),
+        "d": {15, 16, 17, 18},
+        "first": set(),
+    }
     assert engine.has([10, 11, 13, 14, 20, 21], [0, 1] * 3)
     assert engine.connection.counters.failures["internal_error"] == 2
 
@@ -373,7 +378,7 @@ def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., 
     assert engine.worker.jobs.queued_loads == 10 - module._LOADS_UNDER_WAY
     assert engine.worker.poll() == Finished()
     gate.open()
-    assert engine.finished(10) == Finished(loaded=[*range(10)])
+    assert engine.finished(10) == Finished(loads=dict.fromkeys(range(10), LoadOutcome()))
     assert engine.has([10, 11], [0, 1])
 
 
@@ -386,12 +391,14 @@ def test_a_device_that_fails_costs_the_loads_that_were_under_way_and_no_others(
     world.engine.finished()
     request = world.engine.looked_up([10, 11])
     for world.copier.breaks, failed in (
-        ("good 0", {"good 0": [10, 11]}),
-        ("good 0 again", {}),
-        ("wait for", {}),
+        ("good 0", {10, 11}),
+        ("good 0 again", set[int]()),
+        ("wait for", set[int]()),
     ):
         world.engine.worker.load(world.copier.breaks, request)
-        assert world.engine.finished() == Finished(loaded=[world.copier.breaks], failed=failed)
+        assert world.engine.finished() == Finished(
+            loads={world.copier.breaks: LoadOutcome(frozenset(failed))}
+        )
     assert world.engine.connection.counters.failures["internal_error"] == 2
     fence: Any = world.engine.connection.shared_pool
     assert eventually(lambda: fence.holders == 1), "the pool is held by nobody who copies"
@@ -416,9 +423,9 @@ def test_withdraw_waits_for_no_load(start: Start, server: ServerProcess) -> None
     server.send(signal.SIGCONT)
     assert engine.finished() == Finished(stored={"stuck": 2})
     gate.open()
-    assert engine.finished() == Finished(loaded=["l"])
+    assert engine.finished() == Finished(loads={"l": LoadOutcome()})
     engine.worker.load("b", engine.looked_up([20, 21], "b"))
-    assert engine.finished().failed == {} and engine.has([20, 21], [2, 3])
+    assert not engine.finished().failed_blocks and engine.has([20, 21], [2, 3])
 
 
 # -- the end
@@ -447,15 +454,14 @@ def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
     assert queued == Finished(
         stored=dict.fromkeys(range(3), 0),
         incomplete=[0, 1, 2],
-        loaded=[0, 1, 2],
-        failed={j: [10, 11] for j in range(3)},
+        loads=dict.fromkeys(range(3), LoadOutcome(frozenset({10, 11}))),
     )
     assert closing.is_alive() and not copying.is_set()
     gate.open()
     server.send(signal.SIGCONT)
     closing.join(30)
     assert not closing.is_alive()
-    assert engine.finished(2) == Finished(stored={"in hand": 2}, loaded=["in hand"])
+    assert engine.finished(2) == Finished(stored={"in hand": 2}, loads={"in hand": LoadOutcome()})
     assert engine.has([10, 11], [0, 1])
     assert engine.connection.state == "down" and engine.connection.shared_pool is None
 
@@ -470,7 +476,7 @@ def test_close_in_the_middle_of_much_work_tells_of_every_job_once(start: Start) 
         engine.worker.load(job, request)
     engine.worker.close()
     seen = engine.finished(200)
-    assert sorted(seen.loaded) == sorted(seen.stored) == [*range(100)]
+    assert sorted(seen.loads) == sorted(seen.stored) == [*range(100)]
     assert engine.worker.poll() == Finished()
     assert not engine.worker.jobs.stores
     assert "internal_error" not in engine.connection.counters.failures
@@ -556,7 +562,7 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
         engine.worker.load(job, request)
     assert world.since(before) == [("mark", here)] * 3
     gate.open()
-    assert engine.finished(2) == Finished(loaded=[0, 1])
+    assert engine.finished(2) == Finished(loads={0: LoadOutcome(), 1: LoadOutcome()})
     assert [mark for marks in world.copier.waited_for for mark in marks] == world.copier.marks
     assert engine.has([10, 11, 12, 13], [0, 1, 0, 1])
 
@@ -576,7 +582,7 @@ def test_the_wait_for_the_engine_is_no_part_of_a_load(
         engine.worker.load(job, request)
     now_s = 5.0
     gate.open()
-    took_s = engine.finished(3).seconds
+    took_s = {job: outcome.seconds for job, outcome in engine.finished(3).loads.items()}
     assert took_s == {"waits": 0.0, "same step": 0.0, "later": -1.0}
 
 
@@ -603,7 +609,7 @@ def test_withdraw_shields_after_all_stores_have_been_seen_to(
     assert engine.finished(2) == Finished(stored={"first": 2, "second": 2}, withdrawn=2)
     for name in ("a", "b"):
         engine.worker.load(name, engine.looked_up([10, 11], name))
-        assert engine.finished().failed == {}
+        assert not engine.finished().failed_blocks
         assert engine.has([10, 11], [0, 1] if name == "a" else [1, 2])
 
 
@@ -668,6 +674,6 @@ def test_a_job_number_that_is_used_twice_never_stores_one_request_as_another(
     assert engine.finished() == Finished(stored={"job": 1})
     assert engine.connection.counters.failures["repeated_job"] == 1
     engine.worker.load("l", engine.looked_up([9], "a"))
-    assert engine.finished() == Finished(loaded=["l"]) and engine.has([9], [1])
+    assert engine.finished() == Finished(loads={"l": LoadOutcome()}) and engine.has([9], [1])
     engine.store("job", [2], "b")
     assert engine.finished() == Finished(stored={"job": 1}), "it is over, and free again"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.copier import HostCopier, HostStoreCopy
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -110,7 +110,7 @@ class Engine:
 
         def something() -> bool:
             seen[0] = self.worker.poll()
-            return bool(seen[0].stored or seen[0].loaded)
+            return bool(seen[0].stored or seen[0].loads)
 
         assert eventually(something)
         return seen[0]
@@ -166,7 +166,7 @@ def test_what_was_stored_is_loaded_into_the_memory_that_comes_after(engine: Engi
     old, engine.memory = engine.memory, some_memory(seed=8)
     engine.worker.register_kv_caches([engine.memory])
     engine.worker.load("l", engine.looked_up([8, 9, 10, 11]))
-    assert engine.finished().failed == {}
+    assert not engine.finished().failed_blocks
     assert (engine.memory[8:12] == stored).all() and not old.any()
     before = engine.memory[:8].copy()
     engine.store(
@@ -174,7 +174,7 @@ def test_what_was_stored_is_loaded_into_the_memory_that_comes_after(engine: Engi
     )  # the same keys, and four new ones: these are read from here
     assert engine.finished().stored["again"] == 4
     engine.worker.load("all", engine.looked_up(range(8)))
-    assert engine.finished().failed == {}
+    assert not engine.finished().failed_blocks
     assert (engine.memory[:4] == stored).all() and (engine.memory[4:8] == before[:4]).all()
 
 
@@ -209,7 +209,7 @@ def test_a_load_under_way_ends_before_the_memory_goes(engine: Engine) -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert (engine.memory[8:12] == stored).all(), "it was over when the memory was free to go"
-    assert engine.finished().loaded == ["l"]
+    assert list(engine.finished().loads) == ["l"]
 
 
 def test_jobs_that_wait_end_undone(engine: Engine) -> None:
@@ -226,8 +226,8 @@ def test_jobs_that_wait_end_undone(engine: Engine) -> None:
     engine.copier.gate.set()
     thread.join(30)
     ended = engine.finished()
-    assert sorted(ended.loaded) == list(range(4)), "each is told once"
-    assert ended.failed == {job: [8, 9, 10, 11] for job in range(1, 4)}
+    assert sorted(ended.loads) == list(range(4)), "each is told once"
+    assert [sorted(ended.loads[job].failed) for job in range(4)] == [[], *[[8, 9, 10, 11]] * 3]
 
 
 def test_while_there_is_no_memory_every_job_ends_at_once_and_undone(engine: Engine) -> None:
@@ -240,8 +240,8 @@ def test_while_there_is_no_memory_every_job_ends_at_once_and_undone(engine: Engi
     engine.worker.load("l", load)
     ended = engine.worker.poll()
     assert (ended.stored, ended.incomplete) == ({"t": 0}, ["t"])
-    assert (ended.loaded, ended.failed) == (["l"], {"l": [8, 9]})
-    assert engine.worker.load_now("n", load).failed == {"n": [8, 9]}
+    assert ended.loads == {"l": LoadOutcome(frozenset({8, 9}))}
+    assert engine.worker.load_now(load).failed == {8, 9}
     assert not engine.worker.load_ahead("o", load.epoch, load.slots)
     engine.worker.withdraw([1, 2])
     engine.worker.withdraw(None)

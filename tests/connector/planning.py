@@ -17,6 +17,7 @@ from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.wire.messages import RequestReport
 
 BLOCK_TOKENS = 4
 LAYOUT = GroupLayout([CacheGroup("full", BLOCK_TOKENS)])
@@ -36,7 +37,12 @@ class ScriptedCache:
         self.looked_at = 0  # calls of `answer`
         self.lookups: list[Lookup] = []
         self.loaded_tokens = 0
+        self.reports: list[RequestReport] = []
         self.finished: list[tuple[str | None, bytes]] = []
+        self.coming = 0  # blocks that a tier brings up
+        self.waits = False  # for them
+        self.waited: list[float | None] = []  # how long at most, each time
+        self.prefetched: list[tuple[str | None, int]] = []  # salt, number of keys
 
     @property
     def released(self) -> int:
@@ -65,7 +71,7 @@ class ScriptedCache:
         if self.absent is not None:
             numbers = np.arange(self.absent.size, dtype=np.uint64).reshape(self.absent.shape)
             checksums = np.where(self.absent, np.uint64(ABSENT), numbers)[skip:blocks]
-        return Answer(blocks, skip, 7, slots, checksums)
+        return Answer(blocks, skip, 7, slots, checksums, coming=self.coming, again_ms=5)
 
     def lacks(self, key: bytes) -> bool:
         return key in self.surely_lacking
@@ -77,6 +83,16 @@ class ScriptedCache:
         assert not lookup.is_released, "each lease is given back once"
         lookup.is_released = True
         self.loaded_tokens += loaded_tokens
+
+    def wait_for_tier(self, lookup: Lookup, most_ms: float | None = None) -> bool:
+        self.waited.append(most_ms)
+        return self.waits
+
+    def prefetch(self, salt: str | None, keys: bytes) -> None:
+        self.prefetched.append((salt, len(keys) // KEY_BYTES))
+
+    def report(self, report: RequestReport, lacked_by: object) -> None:
+        self.reports.append(report)
 
     def finish_conversation(self, salt: str | None, last_key: bytes) -> None:
         self.finished.append((salt, last_key))

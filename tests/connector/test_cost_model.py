@@ -315,10 +315,22 @@ def test_while_little_is_known_everything_is_loaded() -> None:
 def test_a_load_waits_for_those_that_are_under_way() -> None:
     machine = Machine(block_ms=1.0).learn()
     assert machine.is_faster(8), "10 ms against 12.8"
-    machine.costs.begin_load(99, 4, 4 * BLOCK_TOKENS)
-    assert not machine.is_faster(8), "14 ms"
+    machine.costs.begin_load(99, 20, 20 * BLOCK_TOKENS)
+    assert not machine.is_faster(8), "30 ms, against 12.8 for each of two requests"
     machine.costs.end_load(99, None)
     assert machine.is_faster(8)
+
+
+@pytest.mark.parametrize(("loads_in_step", "loaded"), [(False, 12), (True, 6)])
+def test_requests_that_come_together_are_loaded_unless_a_step_waits_for_all(
+    loads_in_step: bool, loaded: int
+) -> None:
+    machine, began = Machine(loads_in_step=loads_in_step).learn(), 0
+    for job in range(100, 112):
+        if machine.is_faster(8):  # 3.6 ms alone and 21.2 as the twelfth, against 12.8
+            machine.costs.begin_load(job, 8, 8 * BLOCK_TOKENS)
+            began += 1
+    assert began == loaded
 
 
 def test_loads_that_queue_up_are_measured_with_those_before_them() -> None:
@@ -347,3 +359,23 @@ def test_a_step_that_waits_for_its_loads_is_no_sample_of_computing() -> None:
         machine.load(blocks, tokens=100)
     assert machine.costs.figures() == Machine().learn().costs.figures()
     assert not machine.is_faster(1) and machine.is_faster(2), "no request misses a step"
+
+
+# -- waiting for a tier
+
+
+def test_blocks_from_a_tier_are_waited_for_no_longer_than_computing_takes() -> None:
+    machine = Machine(token_ms=1.0, load_ms=2.0, block_ms=0.5).learn()
+    most_s = machine.costs.most_wait_s(10, 160)
+    assert most_s == pytest.approx(0.160 - 0.007, rel=0.1), "the load comes after the wait"
+
+
+def test_a_wait_has_no_limit_by_cost_while_nothing_is_known_or_every_hit_is_loaded() -> None:
+    assert Machine().costs.most_wait_s(10, 160) is None
+    always = Machine()
+    always.costs = CostModel("always", clock=lambda: always.now_ms / 1e3)
+    assert always.learn().costs.most_wait_s(10, 160) is None
+
+
+def test_where_a_load_takes_longer_than_computing_nothing_is_waited_for() -> None:
+    assert Machine(token_ms=0.1, block_ms=20.0).learn().costs.most_wait_s(10, 160) == 0.0

@@ -16,6 +16,7 @@ from kvkeep.connector.options import (
     load_mode,
     load_when,
     revision,
+    tp_shards,
 )
 from kvkeep.errors import SettingsError
 
@@ -182,6 +183,7 @@ def test_every_option_of_the_client_can_be_set() -> None:
         reconnect_interval_ms=15,
         verify=False,
         gpu_staging_bytes=17,
+        tier_patience="wait",
         shared_memory=False,
         trusted_users=(1000, 1001),
         tls_cert="/keys/engine.pem",
@@ -227,6 +229,9 @@ def test_keys_of_earlier_releases_are_refused_by_name(old: str, value: Any) -> N
         ("kvkeep.shared_memory", None, "true or false"),
         ("kvkeep.shared_memory", 1, "true or false"),
         ("kvkeep.client", 7, "text"),
+        ("kvkeep.tier_patience", 200, "timeout=200"),
+        ("kvkeep.tier_patience", "timeout=soon", "timeout=200"),
+        ("kvkeep.tier_patience", None, "best_effort"),
         ("kvkeep.trusted_users", ["no such user"], "a list of user ids or names"),
         ("kvkeep.trusted_users", [1000, -1], "a list of user ids or names"),
         ("kvkeep.trusted_users", [True], "a list of user ids or names"),
@@ -336,3 +341,18 @@ def test_a_permission_that_is_neither_true_nor_false_is_refused(allowed: Any) ->
 )
 def test_a_bad_value_is_refused_also_where_another_reads_it(name: str) -> None:
     assert f"kvkeep.{name} = ['?']" in refusal(lambda: client_options({f"kvkeep.{name}": ["?"]}))
+
+
+# --- tp_shards ------------------------------------------------------------------------------------
+
+
+def test_each_rank_has_a_shard_unless_told_otherwise() -> None:
+    assert tp_shards({}) is None and tp_shards({"kvkeep.tp_shards": 4}) == 4
+
+
+@pytest.mark.parametrize("count", [0, -1, 257, "4", 4.0, True])
+def test_a_number_of_shards_that_makes_no_sense_is_refused(count: Any) -> None:
+    said = refusal(lambda: tp_shards({"kvkeep.tp_shards": count}))
+    assert f"kvkeep.tp_shards = {count!r}" in said
+    with pytest.raises(SettingsError):
+        client_options({"kvkeep.tp_shards": count})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from planning import LAYOUT, Side
 
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import Finished, LoadOutcome
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.kv.keys import KEY_BYTES
 
@@ -21,7 +21,8 @@ def keys(count: int, name: int = 1, start: int = 0) -> bytes:
 
 
 def loaded(*jobs: int, failed: dict[int, list[int]] | None = None) -> Finished:
-    return Finished(loaded=list(jobs), failed=dict(failed or {}))
+    bad = failed or {}
+    return Finished(loads={job: LoadOutcome(frozenset(bad.get(job, ()))) for job in jobs})
 
 
 def stored(*jobs: int) -> Finished:

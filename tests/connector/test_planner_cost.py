@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from planning import LAYOUT, Side
 
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import Finished, LoadOutcome
 from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL, CostModel
 from kvkeep.kv.keys import KEY_BYTES
 
@@ -47,7 +47,7 @@ def judged(cache: Any, judge: Judge) -> Side:
 def load(side: Side, request_id: str, blocks: int) -> None:
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
-    side.complete([Finished(loaded=[job.number])])
+    side.complete([Finished(loads={job.number: LoadOutcome()})])
     side.costs.end_step()
 
 
@@ -170,9 +170,8 @@ class Timed:
             job = self.side.prepare_load(name, 0, range(10, 10 + found))
             self.side.build_step()
             self.now_s += loading_s
-            bad = {job.number: [10 + each for each in failed]} if failed else {}
-            took = {job.number: loading_s}
-            self.side.complete([Finished(loaded=[job.number], failed=bad, seconds=took)])
+            outcome = LoadOutcome(frozenset(10 + each for each in failed or ()), loading_s)
+            self.side.complete([Finished(loads={job.number: outcome})])
             self.side.costs.end_step()
         self.side.end(name)
         return found
@@ -210,8 +209,8 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
         job = timed.side.prepare_load(f"r{number}", 0, range(10, 20))
         timed.side.build_step()
         for rank, took_s in enumerate((1.0, 0.5)):
-            seconds = {job.number: took_s}
-            timed.side.complete([Finished(rank, loaded=[job.number], seconds=seconds)])
+            outcome = LoadOutcome(seconds=took_s)
+            timed.side.complete([Finished(rank, loads={job.number: outcome})])
     assert timed.side.costs.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
 
 
@@ -227,3 +226,61 @@ def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(
     assert judged.knows_stored("r") and cache.released == 1, (
         "what the server may have promised goes back"
     )
+
+
+# -- blocks that a tier brings up
+
+
+@pytest.mark.parametrize(
+    ("local", "limit", "waits"), [(0, 8, True), (6, 8, True), (7, 8, False), (0, 5, False)]
+)
+def test_only_blocks_that_the_request_lacks_and_wants_are_waited_for(
+    side: Side, cache: Any, local: int, limit: int, waits: bool
+) -> None:
+    """The server has five blocks in memory, and two more are coming."""
+    cache.blocks, cache.coming, cache.waits = 5, 2, True
+    side.arrive("r", None, None, keys(8))
+    assert (side.lookup("r", local, limit) is None) is waits
+    assert bool(cache.waited) is waits
+
+
+def test_a_request_takes_what_has_come_when_it_waits_no_longer(side: Side, cache: Any) -> None:
+    cache.blocks, cache.coming, cache.waits = 5, 2, True
+    side.arrive("r", None, None, keys(8))
+    assert [side.lookup("r", 0, 8) for _ in range(3)] == [None] * 3
+    cache.waits = False
+    assert side.lookup("r", 0, 8) == 5
+    side.end("r")
+    assert cache.leases == 0 and len(cache.asked) == 1
+
+
+def test_a_request_that_ends_while_it_waits_leaves_no_lease(side: Side, cache: Any) -> None:
+    cache.blocks, cache.coming, cache.waits = 5, 2, True
+    side.arrive("r", None, None, keys(8))
+    assert side.lookup("r", 0, 8) is None
+    side.end("r")
+    assert cache.leases == 0
+
+
+def test_the_cost_model_limits_the_wait(cache: Any) -> None:
+    cache.blocks, cache.coming = 5, 20
+    timed = Timed(cache)
+    timed.side.arrive("r", None, None, keys(25))
+    timed.side.lookup("r", 0, 25)
+    for _ in range(4):
+        timed.compute(400, took_s=0.4)
+    timed.side.arrive("s", None, None, keys(25, 2))
+    timed.side.lookup("s", 0, 25)
+    timed.side.lookup("s", 0, 10)
+    assert cache.waited[0] is None, "nothing is known yet"
+    assert cache.waited[1:] == pytest.approx([80, 20], rel=0.1), "4 tokens a block, 1 ms each"
+
+
+def test_a_request_that_announces_its_prompt_does_not_wait(side: Side, cache: Any) -> None:
+    cache.blocks, cache.coming, cache.waits = 5, 2, True
+    side.arrive("r", "salt", {"kvkeep_prefetch": True}, keys(8))
+    assert cache.prefetched == [("salt", 8)]
+    assert side.lookup("r", 0, 8) == 5
+    side.arrive("other", "salt", {"kvkeep_prefetch": False}, keys(8))
+    side.arrive("wrong", 5, {"kvkeep_prefetch": True}, keys(8))  # type: ignore[arg-type]
+    assert len(cache.prefetched) == 1

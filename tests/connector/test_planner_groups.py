@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from planning import ScriptedCache, Side
 
-from kvkeep.client.requests import NO_BLOCK, Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import NO_BLOCK, Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.planner import BLOCKS_TOGETHER
@@ -37,7 +37,7 @@ def stored(*jobs: Any, incomplete: bool = False, rank: int = 0) -> Finished:
 
 
 def loaded(job: Any, *failed: int, rank: int = 0) -> Finished:
-    return Finished(rank, loaded=[job.number], failed={job.number: list(failed)} if failed else {})
+    return Finished(rank, loads={job.number: LoadOutcome(frozenset(failed))})
 
 
 def several(cache: Any, absent: Any, world_size: int = 1) -> Side:

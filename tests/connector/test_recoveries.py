@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from kvkeep.client.hints import Hints
+from kvkeep.client.requests import LoadOutcome
 from kvkeep.connector.recoveries import Recoveries, log_policy
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
@@ -27,7 +28,7 @@ def failed(request_id: str, good: int, blocks: int = 8) -> Job:
         0,
         ids,
         is_load=True,
-        failed=set(ids[good:]),
+        outcome=LoadOutcome(frozenset(ids[good:])),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.client.hints import Hints
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job, StepMetadata, begin
 
@@ -38,7 +38,7 @@ def job(block_ids: list[int], failed: set[int]) -> Job:
         0,
         block_ids,
         is_load=True,
-        failed=failed,
+        outcome=LoadOutcome(frozenset(failed)),
     )
 
 

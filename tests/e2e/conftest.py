@@ -10,8 +10,9 @@ import pytest
 
 from kvkeep.testing.process import ServerProcess
 
-sys.path.insert(0, str(Path(__file__).parent))
-from engines import POOL
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tiers")]  # services of shared tiers
+from engines import POOL  # noqa: E402  (beside this file)
 
 
 @pytest.fixture(scope="module")

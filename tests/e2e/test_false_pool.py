@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,15 @@ print(json.dumps(said))
 
 @needs_root
 @pytest.mark.parametrize("victim", [VICTIM, 0], ids=["a user", "root"])
-def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(
-    tmp_path: Path, victim: int
-) -> None:
-    os.chown(tmp_path, ATTACKER, ATTACKER)
-    for each in tmp_path.parents[:2]:
-        each.chmod(0o711)
-    with ServerAs(kvkeep_as(ATTACKER), *POOL, "--no-verify", state_dir=tmp_path) as server:
-        for path in (server.pool, *server.pool.iterdir()):
-            path.chmod(0o777)
-        said = run(kvkeep_as(victim), ASKS, server.address)
+def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(victim: int) -> None:
+    # not below pytest's directory, which each run of pytest closes to other users
+    with tempfile.TemporaryDirectory(prefix="kvkeep-") as name:
+        os.chown(name, ATTACKER, ATTACKER)
+        state = {"state_dir": Path(name)}
+        with ServerAs(kvkeep_as(ATTACKER), *POOL, "--no-verify", **state) as server:
+            for path in (server.pool, *server.pool.iterdir()):
+                path.chmod(0o777)
+            said = run(kvkeep_as(victim), ASKS, server.address)
     assert (said["up"], said["stored"], said["found"], said["mapped"]) == (False, 0, 0, 0)
     [line] = said["lines"]
     assert f"another user (uid {ATTACKER})" in line and "Serving without the cache" in line

@@ -20,7 +20,7 @@ import torch
 from engines import Since, eventually
 
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.identity import ModelIdentity
@@ -126,7 +126,7 @@ class Rank:
 
         def something() -> bool:
             seen[0] = self.worker.poll()
-            return bool(seen[0].stored or seen[0].loaded)
+            return bool(seen[0].stored or seen[0].loads)
 
         assert eventually(something)
         return seen[0]
@@ -183,7 +183,7 @@ class Engine:
             )
             rank.worker.load("l", load)
         for rank in self.ranks:
-            assert rank.finish() == Finished(rank.strategy.rank, loaded=["l"])
+            assert rank.finish() == Finished(rank.strategy.rank, loads={"l": LoadOutcome()})
             for at, block in enumerate(ids.tolist()):
                 assert rank.is_right(block, keys[at * 16 : at * 16 + 16]), (
                     f"rank {rank.strategy.rank} block {at}"

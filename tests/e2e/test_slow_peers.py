@@ -22,12 +22,13 @@ from kvkeep.cli.keygen import make
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
-from kvkeep.wire.address import tcp_host
-from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.address import tcp_host, unix_name
+from kvkeep.wire.frames import Header, encode, seal
 from kvkeep.wire.tls import TlsFiles, client_context
 from kvkeep_lab.simulation.peer import chain
 
 PATIENCE_S = 60  # ends a test that has failed
+_SENT_AT_ONCE = 300_000  # no part of a message's size, so that memory is asked for in odd sizes
 BLOCKS = [bytes([at + 1]) * MIB for at in range(4)]
 KEYS = chain("a", len(BLOCKS))
 
@@ -133,6 +134,30 @@ def test_those_who_never_finish_cost_what_they_sent_and_are_closed(host: Host) -
     for one in crowd:
         one.close()
     host.check_served()
+
+
+def test_half_messages_of_all_take_no_more_memory_than_is_counted(tmp_path: Path) -> None:
+    """Thirty connections announce 119 MiB each and send 12 of them, in turns: 360 MiB, of which the
+    server holds 256 at most."""
+    head = seal(Header(7, 1), b"body", [bytes(MIB)] * 119)[0]
+    with ServerProcess("--pool-size", "32MiB", "--shutdown-grace", "0s") as server:
+        name = unix_name(server.address)
+        before = most = resident_kib(server)
+        crowd = [socket.socket(socket.AF_UNIX) for _ in range(30)]
+        for connected in crowd:
+            connected.settimeout(PATIENCE_S)
+            connected.connect(name)
+            connected.sendall(head)
+        for _ in range(12 * MIB // _SENT_AT_ONCE):
+            for connected in crowd:
+                with contextlib.suppress(OSError):  # the server has closed it
+                    connected.sendall(bytes(_SENT_AT_ONCE))
+            most = max(most, resident_kib(server))
+        assert eventually(lambda: status(server)["counters"]["connection_resets"] >= 6)
+        assert most - before < (256 + 24) * KIB, f"{(most - before) // KIB} MiB"
+        Host(server, None).check_served()
+        for connected in crowd:
+            connected.close()
 
 
 def test_one_who_sends_half_and_then_the_rest_is_served(host: Host) -> None:

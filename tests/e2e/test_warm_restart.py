@@ -50,7 +50,8 @@ def finds(server: ServerProcess) -> int:
 
 def refuses_to_start(server: ServerProcess) -> str:
     """What another server of the same name says."""
-    done = subprocess.run(server.command(), capture_output=True, text=True, timeout=60, check=False)
+    command = [*server.command(), "--address", "tcp://127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     return done.stderr
 
@@ -181,7 +182,7 @@ def give_away(pool: Path) -> None:
 
 Harm = Callable[[Path], object]
 NOT_ADOPTED: dict[str, tuple[Harm, str]] = {
-    "other size": (lambda pool: None, "its pool size is 1MiB, not 2MiB"),
+    "other slabs": (lambda pool: None, "its slab size is 64KiB, not 128KiB"),
     "damaged header": (damage_header, "its index has a damaged header"),
     "no header": (lambda pool: (pool / "index-header").unlink(), "its index has no header"),
     "longer header": (
@@ -215,7 +216,7 @@ def test_what_is_no_index_is_not_adopted_and_the_log_says_why(
     fill(server)
     server.stop(signal.SIGTERM)
     harm(server.pool)
-    server.start(*(("--pool-size", "2MiB") if kind == "other size" else ()))
+    server.start(*(("--slab-size", "128KiB") if kind == "other slabs" else ()))
     assert finds(server) == 0
     fill(server)
     assert finds(server) == 10
@@ -252,6 +253,26 @@ def test_a_segment_that_is_gone_takes_its_blocks_along(server: ServerProcess) ->
     server.start()
     assert finds(server) == 0
     fill(server)
+
+
+def test_a_pool_of_another_size_keeps_what_fits(server: ServerProcess) -> None:
+    """Every byte that a client gets is compared with what it stored."""
+    fill(server)
+    for size in ("3MiB", "1MiB"):
+        server.stop(signal.SIGKILL)
+        server.start("--pool-size", size)
+        assert restart_of(server)["warm"] and finds(server) == 10
+
+
+def test_an_engine_that_reads_from_a_pool_that_shrinks_goes_on(server: ServerProcess) -> None:
+    server.stop()
+    server.start("--pool-size", "3MiB")
+    fill(server)
+    with clients.connect(server.address) as cache:
+        assert holds(cache, TOKENS) == 10
+        server.stop(signal.SIGKILL)
+        server.start("--pool-size", "1MiB")
+        assert eventually(lambda: holds(cache, TOKENS) == 10)
 
 
 def test_a_byte_that_changed_meanwhile_is_found_in_the_background(server: ServerProcess) -> None:

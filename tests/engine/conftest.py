@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.config import EngineConfig
@@ -30,6 +30,7 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES, KeyChain
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep.wire.messages import RequestReport
 from kvkeep_lab.simulation.oracle import OracleModel
 
 BLOCK_TOKENS = 4
@@ -75,6 +76,7 @@ class ScriptedCache:
     most_blocks: int = 1_000  # that a lookup finds
     lookups: list[Lookup] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)  # numbers of lookups, from 1
+    reports: list[RequestReport] = field(default_factory=list)
     finished: list[bytes] = field(default_factory=list)  # last keys of conversations
     leases: dict[int, Lookup] = field(default_factory=dict)
     loads: list[LoadRequest] = field(default_factory=list)
@@ -82,6 +84,7 @@ class ScriptedCache:
     ranks: list[ScriptedRank] = field(default_factory=list)
     num_shards: int = 1
     load_when: LoadWhen = "always"
+    tp_shards: int | None = None
 
     # -- the backend
 
@@ -141,6 +144,15 @@ class ScriptedCache:
 
     def lacks(self, key: bytes) -> bool:
         return False
+
+    def wait_for_tier(self, lookup: Lookup, most_ms: float | None = None) -> bool:
+        return False
+
+    def prefetch(self, salt: str | None, keys: bytes) -> None:
+        """There are no tiers here."""
+
+    def report(self, report: RequestReport, lacked_by: object) -> None:
+        self.reports.append(report)
 
     def finish_conversation(self, salt: str | None, last_key: bytes) -> None:
         self.finished.append(last_key)
@@ -209,9 +221,7 @@ class ScriptedRank:
                     bad.append(block)
                     content = None
                 write_block(self.kv, block, content)
-            self.finished.loaded.append(job)
-            if bad:
-                self.finished.failed[job] = bad
+            self.finished.loads[job] = LoadOutcome(frozenset(bad))
         self.held_loads.clear()
 
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.engine.backends import NativeBackend, ServerBackend, backend_of
 from kvkeep.engine.offloading import KVTransferConfig, resolve
@@ -42,7 +42,7 @@ def finished(worker: Any) -> Finished:
 
     def has_reported() -> bool:
         reports.append(worker.poll())
-        return bool(reports[-1].stored or reports[-1].loaded)
+        return bool(reports[-1].stored or reports[-1].loads)
 
     assert eventually(has_reported)
     return reports[-1]
@@ -163,7 +163,7 @@ def test_native_moves_blocks_and_two_do_not_share() -> None:
             "default", KEYS, 0, np.array([3]), answer.epoch, answer.slots, answer.checksums
         ),
     )
-    assert finished(worker) == Finished(loaded=["l"])
+    assert finished(worker) == Finished(loads={"l": LoadOutcome()})
     assert torch.equal(memory[3], memory[1])
     for side in (worker, cache, other):
         side.close()

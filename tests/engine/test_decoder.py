@@ -365,7 +365,7 @@ def test_shapes_differ_by_cut_and_the_identity_does_not(kind: str, fingerprints:
     assert len({shape.fingerprint for shape in shapes}) == fingerprints
     assert {shape.identity for shape in shapes} == {model.identity(BLOCK_TOKENS)}
     if kind == "mla":
-        assert [shape.kv_world_size for shape in shapes] == [pp_size for _, pp_size in cuts]
+        assert [shape.kv_shards for shape in shapes] == [pp_size for _, pp_size in cuts]
 
 
 def test_identities_differ_by_weights_settings_and_blocks() -> None:

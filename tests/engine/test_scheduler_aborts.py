@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvkeep.client.requests import LoadOutcome
 from kvkeep.engine.request import Status
 from kvkeep.engine.step import StepOutput
 
@@ -350,9 +351,10 @@ def test_unknown_and_late_reports_are_harmless(rig: Rigs) -> None:
     (load,) = r.cache.loads
 
     def report_again(output: StepOutput) -> None:
-        output.reports[0].loaded += [1, 77, "unknown"]
+        again = LoadOutcome(frozenset(load.block_ids.tolist()))
+        other = LoadOutcome(frozenset(running.block_ids[:1]))
+        output.reports[0].loads.update({1: again, 77: other, "unknown": other})
         output.reports[0].stored[78] = 3
-        output.reports[0].failed.update({1: load.block_ids.tolist(), 79: running.block_ids[:1]})
 
     for _ in range(3):
         r.after_run = report_again
@@ -366,8 +368,8 @@ def test_a_rank_that_reports_a_load_twice_does_not_stand_for_another(rig: Rigs) 
     r = rig(tensor_parallel_size=2)
     r.cache.hold_loads = {1}
     request = r.add_stored(5)
-    for _ in range(2):  # twice in one report, and again in the next
-        r.after_run = lambda output: output.reports[0].loaded.append(1)
+    for _ in range(2):
+        r.after_run = lambda output: output.reports[0].loads.update({1: LoadOutcome()})
         r.step()
     assert request.status is Status.LOADING and r.engine.has_jobs
     r.cache.let_go()

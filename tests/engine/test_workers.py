@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeep.client.hints import Hints
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job, StepMetadata
@@ -62,6 +62,7 @@ class FakeCache:
 class FakeBackend:
     def __init__(self) -> None:
         self.load_when: LoadWhen = "always"
+        self.tp_shards: int | None = None
         self.caches: list[FakeCache] = []
         self.shapes: set[BlockShape] = set()
 
@@ -131,14 +132,14 @@ def test_uneven_layers_give_each_shard_its_own_size() -> None:
 def test_jobs_begin_on_every_rank_and_every_rank_reports_for_itself() -> None:
     workers, caches = make(tensor_parallel_size=2)
     caches[0].polls = [Finished(stored={2: 1})]
-    caches[1].polls = [Finished(loaded=[1], failed={1: [3]}, seconds={1: 0.5})]
+    caches[1].polls = [Finished(loads={1: LoadOutcome(frozenset({3}), seconds=0.5)})]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
     assert [cache.begun for cache in caches] == [[("store", 2), ("load", 1)]] * 2
     assert list(output.reports) == [
         Finished(0, stored={2: 1}),
-        Finished(1, loaded=[1], failed={1: [3]}),
+        Finished(1, loads={1: LoadOutcome(frozenset({3}))}),
     ]
-    assert output.reports[1].seconds == {1: 0.5}, "which makes no report another one"
+    assert output.reports[1].loads[1].seconds == 0.5, "which makes no report another one"
     assert output.tokens == []
 
 
@@ -165,26 +166,30 @@ def test_an_asynchronous_load_is_not_waited_for() -> None:
 
 def test_a_synchronous_load_is_waited_for_on_every_rank() -> None:
     workers, caches = make(tensor_parallel_size=2, sync_loads=True)
-    done, other, none = Finished(loaded=[1]), Finished(loaded=[7]), Finished()
+    done, other, none = (
+        Finished(loads={1: LoadOutcome()}),
+        Finished(loads={7: LoadOutcome()}),
+        Finished(),
+    )
     caches[0].polls = [done, none, none, Finished(stored={9: 1})]
     caches[1].polls = [none, Finished(stored={8: 2}), done, other]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
     assert list(output.reports) == [
-        Finished(0, loaded=[1], stored={9: 1}),
-        Finished(1, loaded=[1, 7], stored={8: 2}),
+        Finished(0, loads={1: LoadOutcome()}, stored={9: 1}),
+        Finished(1, loads={1: LoadOutcome(), 7: LoadOutcome()}, stored={8: 2}),
     ], "nothing that was said meanwhile is lost"
 
 
 def test_whoever_stands_on_blocks_that_failed_just_now_is_not_computed() -> None:
     workers, caches = make(tensor_parallel_size=2, sync_loads=True)
-    caches[0].polls = [Finished(loaded=[1])]
-    caches[1].polls = [Finished(loaded=[1], failed={1: [4]})]
+    caches[0].polls = [Finished(loads={1: LoadOutcome()})]
+    caches[1].polls = [Finished(loads={1: LoadOutcome(frozenset({4}))})]
     output = workers.run(step_of(workers, [1, 2], [3, 4], [5, 6], metadata=StepMetadata({1: LOAD})))
     assert [token == NO_TOKEN for token in output.tokens] == [False, True, False]
     for rank in workers.ranks:
         assert not rank.kv["layers.0"][3:5].any(), "nothing was written on bad ground"
-    caches[0].polls = [Finished(loaded=[2], failed={2: [1]})]
-    caches[1].polls = [Finished(loaded=[2])]
+    caches[0].polls = [Finished(loads={2: LoadOutcome(frozenset({1}))})]
+    caches[1].polls = [Finished(loads={2: LoadOutcome()})]
     output = workers.run(step_of(workers, [1, 2], metadata=StepMetadata({2: LOAD})))
     assert output.tokens == [NO_TOKEN]
 
@@ -196,11 +201,13 @@ def test_a_report_outlives_a_step_that_failed(failing_model: Any, sync: bool) ->
     workers, caches = make(failing_model, tensor_parallel_size=2, sync_loads=sync)
     failing_model.fail_at = 1
     for cache in caches:
-        cache.polls = [Finished(loaded=[1], failed={1: [9]}, stored={5: 1})]
+        cache.polls = [Finished(loads={1: LoadOutcome(frozenset({9}))}, stored={5: 1})]
     with pytest.raises(RuntimeError):
         workers.run(step_of(workers, [1, 2], metadata=StepMetadata({1: LOAD})))
     output = workers.run(step_of(workers))
-    expected = [Finished(rank, loaded=[1], failed={1: [9]}, stored={5: 1}) for rank in range(2)]
+    expected = [
+        Finished(rank, loads={1: LoadOutcome(frozenset({9}))}, stored={5: 1}) for rank in range(2)
+    ]
     assert list(output.reports) == expected
     assert list(workers.run(step_of(workers)).reports) == expected, "they were not taken in yet"
     workers.forget_reports()
@@ -214,7 +221,7 @@ def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
         Job(2, REQUEST, 0, [5], False),
         Job(3, REQUEST, 0, [6], True, reports={0}),
     ]
-    caches[0].polls = [Finished(loaded=[3])]
+    caches[0].polls = [Finished(loads={3: LoadOutcome()})]
     workers.run(step_of(workers, metadata=StepMetadata({3: LOAD})))
     workers.forget_reports()
 
@@ -226,7 +233,7 @@ def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
         workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
     for _ in range(2):  # the second time there is no more to give up
         workers.give_up(jobs)
-    lost = Finished(1, loaded=[1], failed={1: [3, 4]})
+    lost = Finished(1, loads={1: LoadOutcome(frozenset({3, 4}))})
     reports = list(workers.run(step_of(workers)).reports)
     assert reports == [Finished(0), lost], "rank 1 is at jobs 2 and 3"
     workers.give_up([Job(9, REQUEST, 0, [7], False)])  # a step was lost before any rank had it
@@ -249,12 +256,12 @@ def test_an_interrupted_call_counts_as_begun() -> None:
 
 def test_nothing_is_kept_of_jobs_that_have_ended() -> None:
     workers, caches = make()
-    caches[0].polls = [Finished(loaded=[1], stored={2: 1})]
+    caches[0].polls = [Finished(loads={1: LoadOutcome()}, stored={2: 1})]
     workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
     workers.forget_reports()
     workers.give_up([Job(1, REQUEST, 0, [3], True), Job(2, REQUEST, 0, [5], False)])
     [report] = workers.run(step_of(workers)).reports
-    assert (report.failed, report.incomplete) == ({1: [3]}, [2]), "neither is under way"
+    assert (report.failed_blocks, report.incomplete) == ({3}, [2]), "neither is under way"
 
 
 def test_close_closes_every_side() -> None:

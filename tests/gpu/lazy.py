@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tests.gpu.pretend import Halted, Immediate
 
 from kvkeep.errors import DeviceError
+from kvkeep.gpu.driver import Rows
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
@@ -282,31 +283,11 @@ class Lazy:
 
     # -- copies
 
-    def to_host(
-        self,
-        stream: Stream,
-        host: int,
-        host_pitch: int,
-        device: int,
-        pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        self._reach(host, (count - 1) * host_pitch + nbytes)
-        self._copy(stream, (host, host_pitch), (device, pitch), nbytes, count)
+    def to_host(self, stream: Stream, rows: Rows) -> None:
+        self._copy(stream, (rows.host, rows.host_pitch), (rows.device, rows.device_pitch), rows)
 
-    def to_device(
-        self,
-        stream: Stream,
-        device: int,
-        pitch: int,
-        host: int,
-        host_pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        self._reach(host, (count - 1) * host_pitch + nbytes)
-        self._copy(stream, (device, pitch), (host, host_pitch), nbytes, count)
+    def to_device(self, stream: Stream, rows: Rows) -> None:
+        self._copy(stream, (rows.device, rows.device_pitch), (rows.host, rows.host_pitch), rows)
 
     def move(self, stream: Stream, to: int, start: int, words: int) -> None:
         self.give(partial(ctypes.memmove, to, start, 8 * words), stream)
@@ -318,13 +299,14 @@ class Lazy:
         )
 
     def _copy(
-        self, stream: Stream, to: tuple[int, int], start: tuple[int, int], nbytes: int, count: int
+        self, stream: Stream, to: tuple[int, int], start: tuple[int, int], rows: Rows
     ) -> None:
         """Addresses and pitches."""
+        self._reach(rows.host, (rows.number - 1) * rows.host_pitch + rows.nbytes)
         self.elsewhere()
-        for at in range(count):
+        for at in range(rows.number):
             self.give(
-                partial(ctypes.memmove, to[0] + at * to[1], start[0] + at * start[1], nbytes),
+                partial(ctypes.memmove, to[0] + at * to[1], start[0] + at * start[1], rows.nbytes),
                 stream,
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvkeep.errors import DeviceError
-from kvkeep.gpu.driver import Gate
+from kvkeep.gpu.driver import Gate, Rows
 
 
 class Stream:
@@ -88,6 +88,7 @@ class Pretend:
         self.marks_left = 1 << 30  # then there is none to be had
         self.drained: list[Any] = []
         self.unfinished: list[Any] = []  # marks that have not come yet
+        self.streams: list[Stream] = []  # in the order in which they were made
         self.threads = 0
 
     def enter(self) -> None:
@@ -112,7 +113,8 @@ class Pretend:
         del self.registered[address]
 
     def stream(self) -> Stream:
-        return Stream("ours")
+        self.streams.append(Stream(f"stream {len(self.streams)}"))
+        return self.streams[-1]
 
     def batch(self) -> Immediate:
         return Immediate(self)
@@ -141,51 +143,25 @@ class Pretend:
     def drain(self, stream: Any) -> None:
         self.drained.append(stream)
 
-    def to_host(
-        self,
-        stream: Any,
-        host: int,
-        host_pitch: int,
-        device: int,
-        pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        self._copy("to host", host, host_pitch, device, pitch, nbytes, count, host_at=host)
+    def to_host(self, stream: Any, rows: Rows) -> None:
+        self._copy("to host", (rows.host, rows.host_pitch), (rows.device, rows.device_pitch), rows)
 
-    def to_device(
-        self,
-        stream: Any,
-        device: int,
-        pitch: int,
-        host: int,
-        host_pitch: int,
-        nbytes: int,
-        count: int,
-    ) -> None:
-        self._copy("to device", device, pitch, host, host_pitch, nbytes, count, host_at=host)
+    def to_device(self, stream: Any, rows: Rows) -> None:
+        self._copy(
+            "to device", (rows.device, rows.device_pitch), (rows.host, rows.host_pitch), rows
+        )
 
     def move(self, stream: Any, to: int, start: int, words: int) -> None:
         ctypes.memmove(to, start, 8 * words)
 
-    def _copy(
-        self,
-        way: str,
-        to: int,
-        to_pitch: int,
-        start: int,
-        pitch: int,
-        nbytes: int,
-        count: int,
-        host_at: int,
-    ) -> None:
-        host_pitch = to_pitch if way == "to host" else pitch
-        last = host_at + (count - 1) * host_pitch + nbytes
+    def _copy(self, way: str, to: tuple[int, int], start: tuple[int, int], rows: Rows) -> None:
+        """Addresses and pitches."""
+        last = rows.host + (rows.number - 1) * rows.host_pitch + rows.nbytes
         areas = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in self.own]
         areas += list(self.registered.items())
-        assert any(low <= host_at and last <= high for low, high in areas), (
+        assert any(low <= rows.host and last <= high for low, high in areas), (
             "a copy beyond what is registered"
         )
-        for at in range(count):
-            ctypes.memmove(to + at * to_pitch, start + at * pitch, nbytes)
-        self.copies.append((way, nbytes, count))
+        for at in range(rows.number):
+            ctypes.memmove(to[0] + at * to[1], start[0] + at * start[1], rows.nbytes)
+        self.copies.append((way, rows.nbytes, rows.number))

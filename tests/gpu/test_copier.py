@@ -15,6 +15,7 @@ from pretend import Pretend
 
 from kvkeep.errors import DeviceError, PoolError, RequestError
 from kvkeep.gpu import copier as module
+from kvkeep.gpu import streams
 from kvkeep.gpu.copier import GpuCopier
 from kvkeep.gpu.kernels import Units
 from kvkeep.kv import native
@@ -26,6 +27,10 @@ DEVICE = "cuda" if CUDA else "cpu"
 BLOCKS = 24
 LAYERS = 3
 LAYER_BYTES = 3 * 1024
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+BUFFERS_OF_TWO = 16 * BLOCK_BYTES  # staging memory: a quarter aside, the rest in six buffers
+# Of the device's streams, those of stores and of loads: for kernels, then two for copies.
+OUT, IN = slice(0, 3), slice(3, 6)
 
 
 class Engine:
@@ -171,35 +176,24 @@ def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine:
     assert all(torch.equal(layer, was) for layer, was in zip(before, old, strict=True))
 
 
-def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(
-    engine: Engine,
-) -> None:
-    lanes = engine.copier._in, engine.copier._out
-    assert all(lane.copies.engine_busy for lane in lanes)
-    for computes in (False, True):
-        engine.copier.set_engine_busy(computes)
-        assert [lane.copies.engine_busy for lane in lanes] == [computes] * 2
-
-
 @pytest.mark.skipif(CUDA, reason="a pretended device")
 @pytest.mark.parametrize("way", ["store", "store buffer by buffer", "load"])
-@pytest.mark.parametrize("engine_busy", [True, False])
+@pytest.mark.parametrize("engine_busy", [None, True, False])
 def test_copies_take_turns_on_two_streams_each_after_the_one_before(
-    way: str, engine_busy: bool
+    monkeypatch: pytest.MonkeyPatch, way: str, engine_busy: bool | None
 ) -> None:
-    engine = Engine()
-    lane = engine.copier._in if way == "load" else engine.copier._out
-    lane.buffer_bytes, lane.copies._bytes_per_slice = (
-        2 * engine.runs.nbytes,
-        {True: 1, False: 1 << 40},
-    )
+    """So that the engine's own come between them, unless it says that it computes nothing."""
+    monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
+    monkeypatch.setattr(streams, "_SMALL_SLICE_BYTES", 1)
+    engine = Engine(BUFFERS_OF_TWO)
     blocks, device, waits = np.arange(8), engine.device, list[tuple[Any, Any, int]]()
     after = device.after  # type: ignore[union-attr]
     device.after = lambda stream, mark: (
         waits.append((stream, mark, len(device.copies))),
         after(stream, mark),
     )  # type: ignore[union-attr, method-assign]
-    engine.copier.set_engine_busy(engine_busy)
+    if engine_busy is not None:
+        engine.copier.set_engine_busy(engine_busy)
     if way == "load":
         engine.copier.begin_load(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
     elif way == "store":
@@ -209,15 +203,17 @@ def test_copies_take_turns_on_two_streams_each_after_the_one_before(
         reading.close()
     else:
         engine.store(blocks.tolist(), [*range(0, 16, 2)], verify=False)
-    first, second = lane.copies.streams
+    _, first, second = device.streams[IN if way == "load" else OUT]  # type: ignore[union-attr]
     turns = [
         (who, mark[0], copies) for who, mark, copies in waits if {who, mark[0]} == {first, second}
     ]
     to_and_fro = [(second, first), (first, second)] * 4
     assert turns == (
-        [(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if engine_busy else []
+        [(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)]
+        if engine_busy is not False
+        else []
     )
-    assert len(device.copies) == (8 if engine_busy else 4)  # type: ignore[union-attr]
+    assert len(device.copies) == (4 if engine_busy is False else 8)  # type: ignore[union-attr]
     engine.close()
 
 
@@ -259,9 +255,9 @@ def test_kernels_that_cannot_be_made_are_said_with_the_remedy(
     assert "such as gcc" in caught.value.hint and isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_more_than_the_staging_memory_holds() -> None:
-    engine = Engine(staging=0)
-    engine.copier._out.buffer_bytes = engine.copier._in.buffer_bytes = 2 * engine.runs.nbytes
+def test_more_than_the_staging_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
+    engine = Engine(BUFFERS_OF_TWO)
     blocks, slots = list(range(23)), list(range(1, 24))
     expected = [engine.bytes_of(block) for block in blocks]
     sums = engine.store(blocks, slots)
@@ -335,9 +331,12 @@ def test_a_block_set_aside_is_stored_as_it_was(engine: Engine) -> None:
     assert np.array_equal(engine.slot(3), expected)
 
 
-def test_there_is_room_aside_again_when_all_of_it_was_stored() -> None:
-    engine, room = Engine(), 5
-    engine.copier._aside._memory = engine.copier._aside._memory[: room * engine.runs.nbytes // 8]
+def test_there_is_room_aside_again_when_all_of_it_was_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = 5
+    monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
+    engine = Engine(4 * room * BLOCK_BYTES)
     many = np.arange(room, dtype=np.int64) % BLOCKS
     for _ in range(2):
         saved = engine.copier.evacuate(0, many)
@@ -369,24 +368,28 @@ class TestOrder:
         engine = Engine()
         ready = engine.copier.mark()
         engine.copier.begin_store(0, verify=True, ready=ready).close()
-        assert (engine.copier._out.kernels, ready) in engine.device.waits  # type: ignore[union-attr]
+        assert (engine.device.streams[OUT][0], ready) in engine.device.waits  # type: ignore[union-attr]
 
     def test_kernels_of_a_load_wait_for_what_the_engine_did_before(self) -> None:
         engine = Engine()
         sums, ready = engine.store([1], [1]), [engine.copier.mark(), engine.copier.mark()]
         engine.copier.begin_load(0, np.array([2]), engine.addresses([1]), sums, ready).close()
         for each in ready:
-            assert (engine.copier._in.kernels, each) in engine.device.waits  # type: ignore[union-attr]
+            assert (engine.device.streams[IN][0], each) in engine.device.waits  # type: ignore[union-attr]
 
     def test_what_the_engine_does_after_a_shield_waits_for_the_last_read(self) -> None:
         engine = Engine()
+        device = engine.device
+        assert device is not None
         engine.copier.fence_reads()
-        assert (None, None) not in engine.device.waits, "nothing was read yet"  # type: ignore[union-attr]
-        engine.store([1], [1])
-        last = engine.copier._last_read
-        assert last[0] is engine.copier._out.kernels
-        engine.copier.fence_reads()
-        assert engine.device.waits[-1] == (None, last)  # type: ignore[union-attr]
+        assert not [stream for stream, _ in device.waits if stream is None], "nothing was read yet"
+        for _ in range(2):
+            before = len(device.marks)
+            engine.store([1], [1])
+            engine.copier.fence_reads()
+            waiting, read = device.waits[-1]
+            assert waiting is None and read in device.marks[before:]
+            assert read[0] is device.streams[OUT][0]
 
     @pytest.mark.parametrize("unfinished", [True, False])
     def test_a_store_lets_the_step_that_is_under_way_send_its_tokens(
@@ -408,7 +411,7 @@ class TestOrder:
         device.marks_left = 1
         with pytest.raises(DeviceError, match="out of memory"):
             engine.copier.begin_load(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
-        assert device.drained == [engine.copier._in.kernels, *engine.copier._in.copies.streams]
+        assert device.drained == device.streams[IN]
 
     @pytest.mark.parametrize("marks_left", range(5))
     def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(
@@ -433,7 +436,7 @@ class TestOrder:
         with pytest.raises(DeviceError, match="out of memory"):
             store()
         reading.close()
-        assert device.drained == [engine.copier._out.kernels, *engine.copier._out.copies.streams]
+        assert device.drained == device.streams[OUT]
         assert engine.copier._aside._left == 2 - len(put)
 
     def test_a_host_that_does_not_let_memory_be_registered(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import DeviceError
 from kvkeep.gpu import driver as module
-from kvkeep.gpu.driver import Cuda
+from kvkeep.gpu.driver import Cuda, Rows
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 
@@ -52,7 +52,8 @@ def test_copies_go_where_they_should(
 ) -> None:
     there, stream, before = device.memory(1 << 14), device.stream(), host.copy()
     batch = device.batch()
-    batch.to_device(stream, there.data_ptr(), pitch, host.ctypes.data, host_pitch, 4096, count)
+    rows = Rows(host.ctypes.data, host_pitch, there.data_ptr(), pitch, 4096, count)
+    batch.to_device(stream, rows)
     arrival = batch.mark(stream)
     batch.run()
     device.wait(arrival)
@@ -61,7 +62,7 @@ def test_copies_go_where_they_should(
         row = before[at * host_pitch : at * host_pitch + 4096]
         assert np.array_equal(arrived[at * pitch : at * pitch + 4096], row)
     host[:] = 0
-    batch.to_host(stream, host.ctypes.data, host_pitch, there.data_ptr(), pitch, 4096, count)
+    batch.to_host(stream, rows)
     batch.run()
     device.wait(device.mark(stream, urgent=True))
     for at in range(count):
@@ -121,7 +122,8 @@ def test_a_copy_across_two_registrations_is_refused_which_is_why_we_never_make_o
     device.register(base + half, half)
     there, stream = device.memory(1 << 18), device.stream()
     batch = device.batch()
-    batch.to_device(stream, there.data_ptr(), 1 << 20, base + half - (1 << 19), 1 << 20, 1 << 20, 1)
+    start = base + half - (1 << 19)
+    batch.to_device(stream, Rows(start, 1 << 20, there.data_ptr(), 1 << 20, 1 << 20, 1))
     with pytest.raises(DeviceError, match=r"CUDA_ERROR.*command 0"):
         batch.run()
     device.unregister(base)
@@ -143,7 +145,8 @@ def test_threads_of_ours_do_not_spoil_the_capture_of_a_graph(device: Cuda, host:
             device.register(memory.ctypes.data, len(memory))
             stream = device.stream()
             batch, there = device.batch(), device.memory(512)
-            batch.to_device(stream, there.data_ptr(), 4096, memory.ctypes.data, 4096, 4096, 1)
+            rows = Rows(memory.ctypes.data, 4096, there.data_ptr(), 4096, 4096, 1)
+            batch.to_device(stream, rows)
             batch.run()
             device.wait(device.mark(stream))
             device.unregister(memory.ctypes.data)

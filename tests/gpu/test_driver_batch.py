@@ -16,7 +16,7 @@ import torch
 
 from kvkeep.errors import DeviceError
 from kvkeep.gpu import driver as module
-from kvkeep.gpu.driver import Batch, Gate, driver_functions
+from kvkeep.gpu.driver import Batch, Gate, Rows, driver_functions
 from kvkeep.gpu.kernels import Made, Mover
 from kvkeep.kv import native
 
@@ -138,9 +138,9 @@ def test_who_stays_awake_asks_until_it_is_over(world: World) -> None:
 
 
 def test_copies_of_what_lies_together_are_one(world: World) -> None:
-    world.batch.to_host(world.stream, 1 << 50, 4096, 3 << 40, 4096, 4096, 5)
-    world.batch.to_host(world.stream, 11, 99, 22, 77, 4096, 1)
-    world.batch.to_device(world.other, 33, 64, 44, 64, 64, 3)
+    world.batch.to_host(world.stream, Rows(1 << 50, 4096, 3 << 40, 4096, 4096, 5))
+    world.batch.to_host(world.stream, Rows(11, 99, 22, 77, 4096, 1))
+    world.batch.to_device(world.other, Rows(44, 64, 33, 64, 64, 3))
     assert world.ran() == [
         ("cuMemcpyDtoHAsync_v2", 1 << 50, 3 << 40, 5 * 4096, world.stream.cuda_stream),
         ("cuMemcpyDtoHAsync_v2", 11, 22, 4096, world.stream.cuda_stream),
@@ -152,8 +152,8 @@ HOST, DEVICE = 1, 2
 
 
 def test_copies_of_rows_say_where_they_begin_and_how_far_apart_they_are(world: World) -> None:
-    world.batch.to_host(world.stream, 100, 8192, 200, 4096, 4000, 5)
-    world.batch.to_device(world.stream, 300, 4096, 400, 8192, 4000, 6)
+    world.batch.to_host(world.stream, Rows(100, 8192, 200, 4096, 4000, 5))
+    world.batch.to_device(world.stream, Rows(400, 8192, 300, 4096, 4000, 6))
     (_, *first, stream), (_, *second, _) = world.ran()
     # CUDA_MEMCPY2D: x, y, type, host, device, array, pitch of the source, then of the destination;
     # width and height.

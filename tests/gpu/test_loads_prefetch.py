@@ -35,6 +35,7 @@ from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import staging
+from kvkeep.gpu.driver import Rows
 from kvkeep.gpu.loads import Fetched, LoadPath
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
@@ -68,11 +69,9 @@ class Rig:
         self.copied: list[int] = []  # addresses of slots
         to_device = self.world.device.to_device
 
-        def note(
-            stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, rows: int
-        ) -> None:
-            self.copied += [host + at * host_pitch for at in range(rows)]
-            to_device(stream, device, pitch, host, host_pitch, nbytes, rows)
+        def note(stream: Any, rows: Rows) -> None:
+            self.copied += [rows.host + at * rows.host_pitch for at in range(rows.number)]
+            to_device(stream, rows)
 
         self.world.device.to_device = note  # type: ignore[method-assign]
 
@@ -447,11 +446,11 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
             assert addresses is not None and all(
                 rig.copier.pin(int(each), SIZES[0]) for each in addresses
             )
-        at_once = BlockingLoader(transfer, 0, failures.append)
+        at_once = BlockingLoader(transfer, failures.append)
         at_once.fetch("a", call.epoch, slots)
         assert rig.copied == addresses[: BUFFERS * BAY].tolist()
         load = LoadRequest("default", keys, 0, np.arange(12, 24), call.epoch, slots, sums)
-        assert at_once.load("job", load, "a").failed == {} and failures == []
+        assert not at_once.load(load, "a").failed and failures == []
         assert rig.copied == addresses.tolist()
         check([rig.memory[12:24]], [rig.pool[:12]], "in blocks")
         sim.close()

@@ -15,8 +15,13 @@ from kvkeep.gpu.staging import MOST_BLOCKS, CopyLane, EvacuationBuffer
 
 
 @pytest.fixture
-def lane() -> Any:
-    return CopyLane(Pretend(), 3 << 12, 4096)  # type: ignore[arg-type]
+def device() -> Any:
+    return Pretend()
+
+
+@pytest.fixture
+def lane(device: Any) -> Any:
+    return CopyLane(device, 3 << 12, 4096)
 
 
 def test_buffers_come_in_turn_and_each_is_as_large_as_the_largest_block(lane: CopyLane) -> None:
@@ -64,9 +69,9 @@ def test_a_new_record_is_made_for_the_stream_that_uses_it(monkeypatch: pytest.Mo
     assert {tuple(streams) for streams in made_on} == {(lane.kernels,)}
 
 
-def test_a_record_carries_ids_out_and_sums_back(lane: CopyLane) -> None:
+def test_a_record_carries_ids_out_and_sums_back(device: Any, lane: CopyLane) -> None:
     record = lane.take_record()
-    batch, stream = lane._device.batch(), lane.kernels
+    batch, stream = device.batch(), lane.kernels
     record.begin(batch, stream, 8)
     assert record.sums[:8].tolist() == [0] * 8
     assert record.ids(batch, stream, np.array([5, 6]), 3).tolist() == [5, 6]
@@ -84,8 +89,9 @@ def test_a_bounce_buffer_is_made_once_for_each_buffer(lane: CopyLane) -> None:
 
 
 @pytest.mark.parametrize("marks_left", [0, 1, 2])
-def test_a_line_is_drained_though_no_event_can_be_had(lane: CopyLane, marks_left: int) -> None:
-    device: Any = lane._device
+def test_a_line_is_drained_though_no_event_can_be_had(
+    device: Any, lane: CopyLane, marks_left: int
+) -> None:
     lane.drain()
     assert [stream for stream, _ in device.marks] == streams_of(lane) and not device.drained
     device.marks_left = marks_left
@@ -94,17 +100,16 @@ def test_a_line_is_drained_though_no_event_can_be_had(lane: CopyLane, marks_left
 
 
 def test_a_line_is_drained_though_an_event_cannot_be_waited_for(
-    lane: CopyLane, monkeypatch: pytest.MonkeyPatch
+    device: Any, lane: CopyLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane._device, "wait", failing)
+    monkeypatch.setattr(device, "wait", failing)
     lane.drain()
-    assert lane._device.drained == streams_of(lane)  # type: ignore[attr-defined]
+    assert device.drained == streams_of(lane)
 
 
 def test_a_line_is_drained_though_one_of_its_streams_fails(
-    lane: CopyLane, monkeypatch: pytest.MonkeyPatch
+    device: Any, lane: CopyLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device: Any = lane._device
     for broken in streams_of(lane):
         drained = list[Any]()
 

@@ -9,6 +9,7 @@ import pytest
 from pretend import Stream
 
 from kvkeep.gpu import streams as module
+from kvkeep.gpu.driver import Rows
 from kvkeep.gpu.streams import CopyStreams, Slice
 
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def copies(noted: Noted) -> CopyStreams:
 def rows_of(noted: Noted, copies: CopyStreams) -> list[tuple[int, int]]:
     """Which stream each copy goes to, and how many rows it has."""
     return [
-        (copies.streams.index(asked[1]), asked[-1])
+        (copies.streams.index(asked[1]), asked[-1].number)
         for asked in noted.asked
         if asked[0].startswith("to_")
     ]
@@ -55,19 +56,19 @@ def test_an_engine_that_computes_waits_for_less(
     noted: Noted, copies: CopyStreams, engine_busy: bool, rows: list[int]
 ) -> None:
     copies.engine_busy = engine_busy
-    copies.to_host(noted, 0, 2 * MIB, 0, 2 * MIB, 2 * MIB, 50)
+    copies.to_host(noted, Rows(0, 2 * MIB, 0, 2 * MIB, 2 * MIB, 50))
     assert rows_of(noted, copies) == [(at % 2, count) for at, count in enumerate(rows)]
 
 
 def test_a_turn_goes_on_until_it_is_full(noted: Noted, copies: CopyStreams) -> None:
     for mebibytes in (5, 10, 3, 20, 1):
-        copies.to_device(noted, 0, MIB, 0, MIB, MIB, mebibytes)
+        copies.to_device(noted, Rows(0, MIB, 0, MIB, MIB, mebibytes))
     assert rows_of(noted, copies) == [(0, 5), (0, 10), (0, 1), (1, 2), (1, 14), (0, 6), (0, 1)]
     assert copies.slice == Slice(2, 7 * MIB)
 
 
 def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: CopyStreams) -> None:
-    copies.to_host(noted, 0, 40 * MIB, 0, 40 * MIB, 40 * MIB, 3)
+    copies.to_host(noted, Rows(0, 40 * MIB, 0, 40 * MIB, 40 * MIB, 3))
     assert rows_of(noted, copies) == [(0, 1), (1, 1), (0, 1)]
 
 
@@ -77,17 +78,17 @@ def test_parts_begin_where_the_one_before_ends(
 ) -> None:
     monkeypatch.setattr(module, "_SMALL_SLICE_BYTES", 200)
     copies = CopyStreams(noted)  # type: ignore[arg-type]
-    getattr(copies, way)(noted, 1000, 110, 9000, 130, 100, 5)
+    getattr(copies, way)(noted, Rows(1000, 110, 9000, 130, 100, 5))
     first, second = copies.streams
     assert [asked for asked in noted.asked if asked[0] == way] == [
-        (way, first, 1000, 110, 9000, 130, 100, 2),
-        (way, second, 1220, 110, 9260, 130, 100, 2),
-        (way, first, 1440, 110, 9520, 130, 100, 1),
+        (way, first, Rows(1000, 110, 9000, 130, 100, 2)),
+        (way, second, Rows(1220, 110, 9260, 130, 100, 2)),
+        (way, first, Rows(1440, 110, 9520, 130, 100, 1)),
     ]
 
 
 def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: CopyStreams) -> None:
-    copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 3)
+    copies.to_host(noted, Rows(0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 3))
     over = copies.mark(noted)
     first, second = copies.streams
     what = [asked[:2] for asked in noted.asked]
@@ -103,9 +104,9 @@ def test_what_the_present_stream_waits_for_later_turns_wait_for_too(
 ) -> None:
     """A full turn is left when the next copy is asked for, by a mark behind whatever the stream was
     told meanwhile."""
-    copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 1)
+    copies.to_host(noted, Rows(0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 1))
     noted.after(copies.stream, "a buffer is free")
-    copies.to_host(noted, 0, MIB, 0, MIB, MIB, 1)
+    copies.to_host(noted, Rows(0, MIB, 0, MIB, MIB, 1))
     first, second = copies.streams
     assert noted.asked[1:4] == [
         ("after", first, "a buffer is free"),

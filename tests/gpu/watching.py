@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvkeep.client.loads import Load
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.stores import Store
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.keys import KEY_BYTES
@@ -67,14 +67,12 @@ def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
     _end_loads(worker, loads, loaded)
 
 
-def load_now(
-    worker: WorkerAdapter, job: Hashable, request: LoadRequest, owner: Hashable = None
-) -> Finished:
-    finished = _load_now(worker, job, request, owner)
+def load_now(worker: WorkerAdapter, request: LoadRequest, owner: Hashable = None) -> LoadOutcome:
+    outcome = _load_now(worker, request, owner)
     _found["at_once"] += 1
-    _compare(worker, request, ~np.isin(request.block_ids, finished.failed.get(job, [])))
+    _compare(worker, request, ~np.isin(request.block_ids, sorted(outcome.failed)))
     _tell()
-    return finished
+    return outcome
 
 
 def _compare(worker: WorkerAdapter, request: LoadRequest, loaded: Any) -> None:

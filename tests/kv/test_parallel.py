@@ -187,3 +187,48 @@ def test_fields_that_contradict_each_other_are_refused(field: str, value: object
     ParallelStrategy(**FIELDS)
     with pytest.raises(SettingsError, match="parallel strategy"):
         ParallelStrategy(**{**FIELDS, field: value})
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "heads", "tp_shards", "shards"),
+    [
+        (1, 8, 4, [[0, 1, 2, 3]]),
+        (2, 8, 4, [[0, 1], [2, 3]]),
+        (4, 8, 4, [[0], [1], [2], [3]]),
+        (3, 12, 6, [[0, 1], [2, 3], [4, 5]]),
+        (2, 4, 16, [[0, 1], [2, 3]]),  # a shard for each head is the most
+        (4, 2, 8, [[0], [0], [1], [1]]),  # two ranks hold each head
+    ],
+)
+def test_ranks_of_every_size_hold_neighbouring_shards_of_the_same_cut(
+    tp_size: int, heads: int, tp_shards: int, shards: list[list[int]]
+) -> None:
+    ranks = [
+        ParallelStrategy.of(tp_size=tp_size, pp_size=2, rank=rank, num_kv_heads=heads)
+        for rank in range(2 * tp_size)
+    ]
+    cut = [each.cut_into(tp_shards, heads) for each in ranks]
+    count = min(tp_shards, heads)
+    assert [list(each.shards) for each in cut[:tp_size]] == shards
+    assert [[shard - count for shard in each.shards] for each in cut[tp_size:]] == shards
+    assert {(each.kv_shards, each.cut) for each in cut} == {
+        (2 * count, f"heads in {count}, layers in 2")
+    }
+    stored = [shard for each in cut if each.stores for shard in each.shards]
+    assert stored == list(range(2 * count))
+
+
+def test_without_a_number_of_shards_and_with_mla_nothing_changes() -> None:
+    plain, mla = (ParallelStrategy.of(tp_size=2, use_mla=mla) for mla in (False, True))
+    assert plain.cut_into(None, 4) == plain and mla.cut_into(4, 1) == mla
+    assert (plain.cut_into(2, 4), list(plain.shards)) == (plain, [0])
+
+
+@pytest.mark.parametrize(("tp_size", "heads", "tp_shards"), [(4, 8, 2), (2, 8, 3), (2, 6, 4)])
+def test_a_number_of_shards_that_does_not_fit_is_refused(
+    tp_size: int, heads: int, tp_shards: int
+) -> None:
+    strategy = ParallelStrategy.of(tp_size=tp_size, num_kv_heads=heads)
+    with pytest.raises(SettingsError, match=r"kvkeep\.tp_shards") as refused:
+        strategy.cut_into(tp_shards, heads)
+    assert "largest tensor-parallel size" in refused.value.hint

@@ -33,10 +33,12 @@ def test_keys_that_share_a_cell_are_counted_together() -> None:
     assert not server.lacks(one), "which of the two is gone only the server can tell"
 
 
-def test_counting_anew_forgets_what_was_counted_before() -> None:
+def test_two_stores_are_counted_together() -> None:
     server = Presence()
-    before, after = heads(os.urandom(16 * 50)), heads(os.urandom(16 * 70))
-    server.add(before)
-    assert server.holds_exactly(before) and not server.holds_exactly(after)
-    server.count(after)
-    assert server.holds_exactly(after) and not server.holds_exactly(after[1:])
+    memory, disk = heads(os.urandom(16 * 50)), heads(os.urandom(16 * 70))
+    server.add(memory)
+    assert server.holds_exactly(memory) and not server.holds_exactly(disk)
+    server.add(disk)
+    assert server.holds_exactly(np.concatenate((memory, disk)))
+    server.remove(memory)
+    assert server.holds_exactly(disk) and not server.holds_exactly(disk[1:])

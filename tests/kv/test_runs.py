@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvkeep.errors import RequestError
-from kvkeep.kv.runs import MAX_RUNS, BlockRuns
+from kvkeep.kv.runs import MAX_RUNS, BlockRuns, cut_heads
 
 torch: Any = pytest.importorskip("torch")
 
@@ -145,3 +146,34 @@ def test_layers_must_fit_together() -> None:
 def test_torch_is_not_needed() -> None:
     module = sys.modules["kvkeep.kv.runs"]
     assert "torch" not in vars(module)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads", "tokens"])
+def test_a_shard_of_several_heads_has_the_bytes_and_fingerprint_of_a_rank_that_has_only_these(
+    order: tuple[int, ...],
+) -> None:
+    """Heads are dim 1, whichever way they lie in memory."""
+    whole = np.arange(5 * 4 * 6 * 8, dtype=np.uint16).reshape(5, 4, 6, 8)
+    layer = np.ascontiguousarray(whole.transpose(order)).transpose(order)
+    for shard, views in enumerate(cut_heads({"a": layer}, -3, 2)):
+        own = whole[:, 2 * shard : 2 * shard + 2].transpose(order)
+        alone = np.ascontiguousarray(own).transpose(order)
+        one, other = BlockRuns.of(views), BlockRuns.of({"a": alone})
+        assert one.fingerprint == other.fingerprint and one.nbytes == other.nbytes
+        read = [b"".join(map(bytes, _runs_of(runs, 3))) for runs in (one, other)]
+        assert read[0] == read[1] == np.ascontiguousarray(own)[3].tobytes()
+
+
+def _runs_of(runs: BlockRuns, block: int) -> list[Any]:
+    at = (runs.base.astype(np.int64) + block * runs.stride).tolist()
+    return [
+        (ctypes.c_char * int(length)).from_address(base)
+        for base, length in zip(at, runs.length, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3, 8), -2), ((5, 4), -3), ((5,), -2)])
+def test_heads_that_do_not_divide_are_refused_by_layer(shape: tuple[int, ...], dim: int) -> None:
+    with pytest.raises(RequestError, match="layer 'a'") as refused:
+        cut_heads({"a": np.zeros(shape)}, dim, 2)
+    assert "kvkeep.tp_shards" in refused.value.hint

@@ -84,7 +84,7 @@ def test_the_fingerprint_is_no_key() -> None:
 def test_every_rank_has_a_size_for_each_of_its_pieces(ranks: int, pieces: int) -> None:
     sizes = tuple(range(64, 64 + ranks * pieces))
     shape = BlockShape(identity(), sizes, pieces)
-    assert (shape.shard_bytes, shape.pieces, shape.kv_world_size) == (sizes, pieces, ranks)
+    assert (shape.shard_bytes, shape.pieces, shape.kv_shards) == (sizes, pieces, ranks)
     for wrong in (sizes[1:], (*sizes, 64)) if pieces > 1 else ():
         with pytest.raises(
             RequestError, match=f"{len(wrong)} shards do not divide into {pieces} pieces"

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvkeep.engine.config import EngineConfig
-from kvkeep_lab.chaos.plan import Arrival, Cut, EngineItem, Item, Moment, Plan, Rate, draw
+from kvkeep_lab.chaos.plan import (
+    Arrival,
+    Cut,
+    DiskItem,
+    EngineItem,
+    Item,
+    Moment,
+    Plan,
+    Rate,
+    draw,
+)
 
 MakePlan = Callable[..., Plan]
 
@@ -40,7 +50,7 @@ def make_plan(quiet: None) -> MakePlan:
         engines = (
             engines or [EngineItem(0, shared_memory=True, kept=False, longest_step_us=3_000)] * 2
         )
-        assert all(isinstance(item, Rate | Moment) for item in faults)
+        assert all(isinstance(item, Rate | Moment | DiskItem) for item in faults)
         items = (*engines, *arrivals, *faults)
         config = EngineConfig(
             block_tokens=4, num_blocks=60, max_num_batched_tokens=64, enable_prefix_caching=False

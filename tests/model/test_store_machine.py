@@ -28,8 +28,9 @@ from kvkeep_lab.simulation.store_integrity import check_integrity
 from kvkeep_lab.simulation.store_model import ModelBlock, StoreModel
 
 EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))
+FEW = os.environ.get("TEST_TIER") == "quick"
 SETTINGS = settings(
-    max_examples=EXAMPLES or 400,
+    max_examples=EXAMPLES or (20 if FEW else 400),
     stateful_step_count=100,
     derandomize=not EXAMPLES,
     database=None,
@@ -134,7 +135,7 @@ def snapshot(store: Store) -> dict[str, Any]:
         "sessions": {
             number: (
                 dict(s.leases),
-                {w: (work.shard, list(work.rows)) for w, work in s.writes.items()},
+                {w: (list(work.shards), list(work.rows)) for w, work in s.writes.items()},
             )
             for number, s in store.sessions.items()
         },
@@ -366,7 +367,7 @@ class StoreMachine(PromisesMachine):
     def step(self, pick: Random) -> None:
         engine = {
             self.store_whole_chain: 9,
-            self.store_one_shard: 6,
+            self.store_some_shards: 6,
             self.complete_store: 4,
             self.abandon_store: 1,
         }
@@ -401,27 +402,33 @@ class StoreMachine(PromisesMachine):
     # -- stores ------------------------------------------------------------------------------------
 
     def store_whole_chain(self, pick: Random) -> None:
-        """All shards at once, as one engine would: what makes blocks visible."""
+        """All shards, as one engine would, whose ranks hold one or several of them each: what makes
+        blocks visible."""
         priority, ttl_ms = pick.choice([50, 50, 0, 100]), pick.choice([0, 0, 5, 50])
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
-        for shard in range(self.model.layouts[layout]):
+        keys, count = keys_of(path, layout), self.model.layouts[layout]
+        at_a_time = pick.randint(1, count)
+        for first in range(0, count, at_a_time):
+            shard, *further = range(first, min(first + at_a_time, count))
             write = self.fresh_number(session)
             self.prepare(
-                session, write, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms
+                session, write, tenant, layout, shard, b"", keys, priority, ttl_ms, tuple(further)
             )
             if write in self.store.sessions[session].writes:
                 self.complete(session, write)
 
-    def store_one_shard(self, pick: Random) -> None:
+    def store_some_shards(self, pick: Random) -> None:
         """Left open: others may join, complete or abandon it."""
         priority, ttl_ms = pick.choice([50, 50, 0, 100]), pick.choice([0, 0, 5, 50])
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = keys_of(path, layout)
         known = pick.choice([0, pick.randint(0, len(keys))])
-        shard = pick.randrange(self.model.layouts[layout])
+        count = self.model.layouts[layout]
+        shard, *further = sorted(pick.sample(range(count), pick.randint(1, count)))
         parent = keys[known - 1] if known else b""
         write = self.fresh_number(session)
-        self.prepare(session, write, tenant, layout, shard, parent, keys[known:], priority, ttl_ms)
+        ask = (session, write, tenant, layout, shard, parent, keys[known:], priority, ttl_ms)
+        self.prepare(*ask, tuple(further))
 
     def claim_quota(self, pick: Random) -> None:
         """A tenant within its own quota gets all of it, whatever the others read and write."""
@@ -466,7 +473,8 @@ class StoreMachine(PromisesMachine):
         tenant, layout, path = self.any_chain(pick)
         keys = keys_of(path + walk(pick, 0, 2), layout)
         priority, ttl_ms = pick.choice([50, 50, 50, -1, 101]), pick.choice([0, 0, 0, -1])
-        self.prepare(session, number, tenant, layout, shard, b"", keys, priority, ttl_ms)
+        further = pick.choice([(), (), (), (1,), (2, 1), (1, 1), (-1,)])
+        self.prepare(session, number, tenant, layout, shard, b"", keys, priority, ttl_ms, further)
 
     def prepare(
         self,
@@ -479,9 +487,10 @@ class StoreMachine(PromisesMachine):
         keys: list[bytes],
         priority: int,
         ttl_ms: int,
+        further_shards: tuple[int, ...] = (),
     ) -> None:
         ask = (session, write, tenant, layout, shard, parent)
-        hints = (self.now_ms, priority, ttl_ms)
+        hints = (self.now_ms, priority, ttl_ms, further_shards)
         answers = self.both(
             lambda: self.model.prepare_store(*ask, keys, *hints),
             lambda: self.storing(
@@ -492,6 +501,7 @@ class StoreMachine(PromisesMachine):
             expected, plan = answers
             assert plan.positions.tolist() == expected.positions
             assert (plan.refused, plan.orphan) == (expected.refused, expected.orphan)
+            assert plan.apart == expected.apart
             index = owner.index if (owner := self.store.tenants.get(tenant)) else KeyIndex()
             rows = [index.get(keys[position]) for position in expected.positions]
             assert plan.slots.tolist() == [self.store.blocks.table.slot[row] for row in rows]
@@ -502,7 +512,7 @@ class StoreMachine(PromisesMachine):
     def complete(self, session: int, write: int, wrong: int = 0) -> None:
         state = self.model.sessions.get(session)
         work = state.writes.get(write) if state else None
-        count = (len(work.blocks) if work else 0) + wrong
+        count = (len(work.blocks) * len(work.shards) if work else 0) + wrong
         first = 1000 * self.store.blocks.sequence
         checksums = [ABSENT if at % 5 == first // 1000 % 7 else first + at for at in range(count)]
         self.same(
@@ -690,8 +700,9 @@ class StoreMachine(PromisesMachine):
                 n: block.key for n, block in held.leases.items()
             }
             assert {
-                n: (w.shard, [table.keys[row] for row in w.rows]) for n, w in session.writes.items()
-            } == {n: (w.shard, [block.key for block in w.blocks]) for n, w in held.writes.items()}
+                n: (tuple(w.shards), [table.keys[row] for row in w.rows])
+                for n, w in session.writes.items()
+            } == {n: (w.shards, [block.key for block in w.blocks]) for n, w in held.writes.items()}
         for block in model.blocks:
             if block.state == "ready":
                 assert len(block.checksums) == block.shards

@@ -167,6 +167,7 @@ def test_every_request_that_names_a_tenant_is_held_against_the_key(world: World)
     named = [each for each in m.Request.__args__ if "tenant" in each.__struct_fields__]
     asked: dict[type, Any] = {
         m.Lookup: lambda tenant: m.Lookup(tenant, layout, keys),
+        m.Prefetch: lambda tenant: m.Prefetch(tenant, layout, keys),
         m.Finish: lambda tenant: m.Finish(tenant, LAYOUT, keys),
         m.PrepareStore: lambda tenant: m.PrepareStore(tenant, layout, 0, b"", keys),
         m.ReportBad: lambda tenant: m.ReportBad(tenant, LAYOUT, keys),

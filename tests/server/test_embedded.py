@@ -140,8 +140,8 @@ class Engine:
             tenant_of(salt), keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums
         )
         self.worker.load("load", request)
-        finished = eventually(lambda: (done := self.worker.poll()).loaded and done)
-        return finished.failed.get("load", [])  # type: ignore[no-any-return]
+        finished = eventually(lambda: (done := self.worker.poll()).loads and done)
+        return sorted(finished.loads["load"].failed)
 
     def close(self) -> None:
         self.scheduler.close()
@@ -451,7 +451,7 @@ def test_a_connection_that_was_only_dropped_ends_with_the_next_request(
         gc.collect()
         other.contains([1])
         assert len(server.store.sessions) == 1
-        assert server.service.counters.sessions_died == 1
+        assert server.service.counters.sessions_vanished == 1
 
 
 def test_a_server_that_was_only_dropped_removes_its_pool(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import SettingsError
-from kvkeep.server.listeners import Listeners
+from kvkeep.server.listeners import Listeners, check_free
 from kvkeep.wire.address import tcp_host, unix_name
 
 Listen = Callable[[str], Listeners]
@@ -183,6 +183,21 @@ def test_a_port_in_use_is_named_with_the_remedy(listen: Listen) -> None:
     assert tcp is not None and reaches(first, tcp) == [first.address], (
         "and the first one has lost nothing"
     )
+
+
+def test_whether_an_address_is_free_is_known_without_listening(
+    listen: Listen, tmp_path: Path
+) -> None:
+    taken = listen("tcp://127.0.0.1:0").address
+    with pytest.raises(SettingsError, match=f"cannot listen on {taken}: Address already in use"):
+        check_free(taken)
+    with pytest.raises(SettingsError, match="cannot listen on it for HTTP"):
+        check_free(taken, "it for HTTP")
+    listen(f"ipc://{tmp_path}/socket")
+    with pytest.raises(SettingsError, match="another server listens"):
+        check_free(f"ipc://{tmp_path}/socket")
+    check_free(f"ipc://{tmp_path}/other")
+    check_free("tcp://127.0.0.1:0")
 
 
 def test_a_closed_port_can_be_had_again_though_clients_were_connected(listen: Listen) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.server.counters import (
@@ -17,6 +19,7 @@ from kvkeep.server.counters import (
 )
 from kvkeep.server.metrics import families
 from kvkeep.server.status import LARGEST_TENANTS
+from kvkeep.wire.messages import RequestReport
 
 TENANT = "t-" + "a" * 32
 Start = Callable[..., Any]
@@ -170,3 +173,81 @@ def test_the_longest_turn_of_the_loop_is_that_since_the_last_scrape(start: Start
         and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
     )
     assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") < 3
+
+
+def test_each_tier_has_its_samples(start: Start, tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    running = start(*(f"--tier=disk://{disk}?size=64MiB" for disk in (fast, slow)))
+    movement = running.daemon.movement
+
+    def work() -> None:
+        counts = movement.tiers[0].counts
+        counts.written_blocks, counts.written_bytes, counts.errors = 3, 3 * 4096, 1
+        movement.tiers[0].write_ms = 2.5
+        movement.put_aside(movement.tiers[1], "a test")
+        movement.writers[0].evicted_unwritten = 7
+
+    running.in_loop(work)
+    samples = scrape(running)
+    tier = str(fast)
+    capacity = value(samples, "kvkeep_tier_capacity_bytes", tier=tier)
+    assert 32 << 20 < capacity < 64 << 20
+    assert value(samples, "kvkeep_tier_used_bytes", tier=tier) == 0
+    assert value(samples, "kvkeep_tier_written_blocks_total", tier=tier) == 3
+    assert value(samples, "kvkeep_tier_written_bytes_total", tier=tier) == 3 * 4096
+    assert value(samples, "kvkeep_tier_errors_total", tier=tier) == 1
+    assert value(samples, "kvkeep_tier_write_seconds", tier=tier) == 0.0025
+    assert ("kvkeep_tier_read_seconds", frozenset({("tier", tier)})) not in samples
+    for disk, aside in ((fast, 0), (slow, 1)):
+        assert value(samples, "kvkeep_tier_set_aside", tier=str(disk)) == aside
+    assert value(samples, "kvkeep_evicted_unwritten_total") == 7
+
+
+def test_ten_thousand_tenants_and_models_make_no_more_series(start: Start) -> None:
+    running = start()
+
+    def series() -> int:
+        return len(scrape(running))
+
+    def many(count: int) -> None:
+        counters = running.daemon.service.counters
+        for number in range(count):
+            tenant = f"t-{number:032x}"
+            report = RequestReport(f"r{number}", tenant, [("loaded", 1)], computed_tokens=5)
+            counters.tenants.count_lookup(tenant, 1, 1)
+            counters.tenants.count_report(report)
+            counters.models.of(f"model {number}").count_report(report)
+
+    running.in_loop(lambda: many(100))
+    few = series()
+    running.in_loop(lambda: many(10_000))
+    assert series() == few
+    samples = scrape(running)
+    total = sum(
+        count
+        for (name, _), count in samples.items()
+        if name == "kvkeep_tenant_computed_tokens_total"
+    )
+    lost = 5 * TENANTS_LABELLED  # at most: of series that tenants lost to others
+    assert 10_100 * 5 - lost <= total <= 10_100 * 5, "the rest counts together"
+
+
+def test_evictions_are_shown_by_reason_and_age(start: Start) -> None:
+    running = start()
+    running.store("default", 3)
+    departures = running.daemon.store.remember_departures()
+    words = np.arange(4, dtype=np.uint64).reshape(2, 2)
+
+    def evict() -> None:
+        departures.uses.note(0, 1_000)
+        departures.evicted(words, "limit", "default", "default", 5, 31_000)
+
+    running.in_loop(evict)
+    samples = scrape(running)
+    assert value(samples, "kvkeep_evicted_blocks_total", reason="limit") == 2
+    assert value(samples, "kvkeep_evicted_blocks_total", reason="own") == 0
+    assert value(samples, "kvkeep_evicted_age_seconds_bucket", le="10") == 0
+    assert value(samples, "kvkeep_evicted_age_seconds_bucket", le="60") == 2
+    assert value(samples, "kvkeep_load_failures_total", cause="gone") == 0
+    status, said = running.ask("/v1/status")
+    assert status == 200 and said["evicted_age_s"] == 30.0

@@ -312,3 +312,36 @@ def test_bytes_are_counted_both_ways(stored: World) -> None:
     assert (counters.network_bytes_in, counters.network_bytes_out) == (4 * NBYTES, 0)
     stored.peer.ask(m.Done, m.Fetch(stored.lease(), 0, 0, 3))
     assert (counters.network_bytes_in, counters.network_bytes_out) == (4 * NBYTES, 3 * NBYTES)
+
+
+# -- several shards of one write
+
+
+def two_shards(world: World) -> int:
+    """A write of both shards of two blocks."""
+    world.layout = world.peer.open_layout(NBYTES, 500, fingerprint=b"of two shards...")
+    keys = chain("a", 2)
+    prepare = m.PrepareStore("default", world.layout, 0, b"", keys, further_shards=[1])
+    world.peer.ask(m.Prepared, prepare)
+    return world.peer.number
+
+
+def test_each_shard_of_a_write_comes_by_itself(world: World) -> None:
+    write, halves = two_shards(world), [block[:500] for block in BLOCKS[:2]]
+    together = [each for pair in zip(BLOCKS[:2], halves, strict=True) for each in pair]
+    world.peer.ask(m.Done, m.Put(write, 0, 0), BLOCKS[:2])
+    refused = world.peer.ask(m.Refused, m.CompleteStore(write, sums(together)))
+    assert refused.code == "incomplete_write" and refused.message.startswith("2 of 2 blocks")
+    world.peer.ask(m.Done, m.Put(write, 0, 1), halves)
+    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(together))).count == 2
+    assert world.visible() == 2
+    lease = world.lease(chain("a", 2))
+    for shard, blocks in enumerate((BLOCKS[:2], halves)):
+        world.peer.ask(m.Done, m.Fetch(lease, shard, 0, 2))
+        assert world.peer.payload == blocks
+
+
+@pytest.mark.parametrize("shard", [-1, 2, -2])
+def test_a_shard_that_is_not_of_the_write_is_refused(world: World, shard: int) -> None:
+    write = two_shards(world)
+    assert world.peer.refusal(m.Put(write, 0, shard), BLOCKS[:1]) == "bad_shard"

@@ -13,6 +13,7 @@ import pytest
 
 from kvkeep import __version__
 from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.keys import addresses
 from kvkeep.server.counters import TenantCounts
 from kvkeep.server.service import LINES_A_MINUTE, Service
 from kvkeep.server.sessions import ServerSession
@@ -94,7 +95,7 @@ def test_hits_misses_and_loaded_tokens_are_counted_for_each_tenant(
     lease = peer.number + 1
     peer.ask(m.Found, m.Lookup("default", layout, chain("a", 6), 1))
     peer.ask(m.Found, m.Lookup(tenant_of("other"), layout, KEYS))
-    assert tenants.of("default") == TenantCounts(1, 4, 2, 0) and tenants.of(
+    assert tenants.of("default") == TenantCounts(1, 4, 2) and tenants.of(
         tenant_of("other")
     ) == TenantCounts(1, 0, 4)
     for _ in range(2):
@@ -135,6 +136,7 @@ def test_a_welcome_says_all_that_a_client_needs(world: World) -> None:
     [
         m.OpenLayout(b"f" * 16, [64]),
         m.Lookup("default", 1, KEYS),
+        m.Prefetch("default", 1, KEYS),
         m.Release([1]),
         m.Finish("default", LAYOUT, KEYS[:16]),
         m.PrepareStore("default", 1, 0, b"", KEYS),
@@ -272,6 +274,21 @@ def test_a_local_session_is_dead_when_its_lock_falls(local: World) -> None:
     assert peer.refusal(m.Ping()) == "unknown_session"
 
 
+def test_a_session_that_held_nothing_has_not_died(
+    local: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM kills its processes when it stops in order."""
+    peer = local.peer()
+    fence = hold(Path(peer.hello().pool.lock))
+    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    os.close(fence)
+    with caplog.at_level(logging.INFO):
+        assert local.service.end_dead_sessions(0) == 1
+    counters = local.service.counters
+    assert (counters.sessions_died, counters.sessions_vanished) == (0, 1)
+    assert all(each.levelno < logging.WARNING for each in caplog.records)
+
+
 def test_a_lock_file_replaced_by_a_directory_keeps_no_session_alive(local: World) -> None:
     peer = local.peer()
     lock = Path(peer.hello().pool.lock)
@@ -327,6 +344,10 @@ REFUSALS = [
     (m.Lookup("default", 1, KEYS, -1), "bad_skip", "skip"),
     (m.Lookup("default", 1, KEYS, 2**64 - 1), "bad_skip", "skip"),
     (m.Lookup("a salt", 1, KEYS), "bad_tenant", "tenant"),
+    (m.Prefetch("a salt", 1, KEYS), "bad_tenant", "tenant"),
+    (m.Prefetch("default", 99, KEYS), "unknown_layout", "layout"),
+    (m.Prefetch("default", 1, KEYS[:-1]), "bad_keys", "keys"),
+    (m.Prefetch("default", 1, chain("a", 9)), "too_many_blocks", "keys"),
     (m.Finish("a salt", LAYOUT, KEYS[:16]), "bad_tenant", "tenant"),
     (m.ReportBad("a salt", LAYOUT, KEYS[:16]), "bad_tenant", "tenant"),
     (prepare(1, tenant="t-" + "A" * 32), "bad_tenant", "tenant"),
@@ -481,6 +502,117 @@ def test_another_sessions_lease_is_not_released(world: World, peer: Peer, layout
     other = world.peer().attach()
     assert other.ask(m.Done, m.Release([77])).count == 0
     assert peer.ask(m.Done, m.Release([77])).count == 1
+
+
+# -- tiers
+
+
+class ScriptedTiers:
+    """Says what the test says, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer = (0, 0)
+        self.fails = False
+        self.asked: list[tuple[object, ...]] = []
+        self.stored_blocks: list[int] = []
+
+    def coming(self, *asked: object) -> tuple[int, int]:
+        self.asked.append(asked)
+        if self.fails:
+            raise OSError("the tier is broken")
+        return self.answer
+
+    def orders(self, fingerprint: bytes) -> dict[int, bytes]:
+        return {}
+
+    def stored(self, row: int, blocks: int) -> None:
+        self.stored_blocks.append(blocks)
+
+    def prefetch(self, *asked: object) -> int:
+        self.asked.append(asked)
+        return 3
+
+
+@pytest.fixture
+def tiers(world: World) -> ScriptedTiers:
+    world.service.tiers = ScriptedTiers()
+    return world.service.tiers
+
+
+def test_only_a_server_with_a_tier_says_so(world: World) -> None:
+    assert m.TIERS not in world.peer().hello().capabilities
+    world.service.tiers = ScriptedTiers()
+    assert m.TIERS in world.peer().hello().capabilities
+
+
+def test_a_lookup_tells_what_is_coming_beyond_the_hit(
+    world: World, tiers: ScriptedTiers, peer: Peer, layout: int
+) -> None:
+    peer.store(layout, KEYS[:32], BLOCKS[:2])
+    tiers.answer, world.now_ms = (2, 40), 5
+    found = peer.ask(m.Found, m.Lookup("default", layout, KEYS, 1, 200))
+    assert (found.blocks, len(found.checksums), found.coming, found.again_ms) == (2, 8, 2, 40)
+    fingerprint = world.server.store.layouts.get(layout).fingerprint
+    stored_as = addresses(KEYS, fingerprint)
+    assert tiers.asked == [(world.session.number, "default", layout, stored_as, 2, 200, 5, False)]
+
+
+def test_a_lookup_that_is_asked_again_is_counted_once(
+    world: World, tiers: ScriptedTiers, peer: Peer, layout: int
+) -> None:
+    tiers.answer = (3, 40)
+    peer.store(layout, KEYS[:16], BLOCKS[:1])
+    peer.ask(m.Found, m.Lookup("default", layout, KEYS, 0, 200))
+    tiers.answer = (1, 40)
+    peer.store(layout, KEYS[:48], BLOCKS[:3])
+    assert peer.ask(m.Found, m.Lookup("default", layout, KEYS, 0, 100, 1)).coming == 1
+    assert [asked[-1] for asked in tiers.asked] == [False, True]
+    counters = world.service.counters
+    assert (counters.lookups, counters.lookup_blocks, counters.hit_blocks) == (1, 4, 3)
+    assert counters.tenants.of("default") == TenantCounts(1, 3, 0)
+
+
+def test_a_client_without_patience_is_told_nothing_and_its_blocks_come_up_all_the_same(
+    tiers: ScriptedTiers, peer: Peer, layout: int
+) -> None:
+    """It may be of a release that refuses fields that it does not know."""
+    tiers.answer = (4, 40)
+    found = peer.ask(m.Found, m.Lookup("default", layout, KEYS))
+    assert (found.coming, found.again_ms) == (0, 0)
+    assert len(tiers.asked) == 1
+
+
+def test_tiers_learn_of_stores_and_lookups_and_of_nothing_while_the_server_drains(
+    world: World, tiers: ScriptedTiers, peer: Peer, layout: int
+) -> None:
+    peer.store(layout, KEYS, BLOCKS)
+    peer.ask(m.Found, m.Lookup("default", layout, KEYS, 0, 200))
+    assert len(tiers.asked) == 1 and tiers.stored_blocks == [len(BLOCKS)]
+    world.service.draining = True
+    peer.ask(m.Found, m.Lookup("default", layout, chain("b", 2), 0, 200))
+    assert peer.ask(m.Done, m.Prefetch("default", layout, KEYS)).count == 0
+    assert len(tiers.asked) == 1
+
+
+def test_a_broken_tier_does_not_take_the_answer_from_memory(
+    world: World, tiers: ScriptedTiers, peer: Peer, layout: int
+) -> None:
+    peer.store(layout, KEYS[:32], BLOCKS[:2])
+    tiers.fails = True
+    found = peer.ask(m.Found, m.Lookup("default", layout, KEYS, 0, 200))
+    assert (found.blocks, found.coming) == (2, 0)
+    assert world.service.counters.internal_errors == 1
+
+
+def test_a_prefetch_counts_what_is_coming(
+    world: World, peer: Peer, layout: int, request: pytest.FixtureRequest
+) -> None:
+    assert peer.ask(m.Done, m.Prefetch("default", layout, KEYS)).count == 0, "there is no tier"
+    tiers = request.getfixturevalue("tiers")
+    assert peer.ask(m.Done, m.Prefetch("default", layout, KEYS)).count == 3
+    fingerprint = world.server.store.layouts.get(layout).fingerprint
+    stored_as = addresses(KEYS, fingerprint)
+    assert tiers.asked == [(world.session.number, "default", layout, stored_as, 0)]
 
 
 # -- hints and bad blocks
@@ -645,3 +777,29 @@ def test_a_client_cannot_fill_the_log_by_new_sessions(
     for _ in range(1_000):
         world.peer().attach().ask(m.Done, m.Goodbye())
     assert 1 < len(caplog.records) <= LINES_A_MINUTE
+
+
+# -- workers with several shards
+
+
+def test_a_worker_declares_how_all_its_shards_lie_or_none(peer: Peer) -> None:
+    sizes, name = [64] * 4, b"of four shards.."
+
+    def opening(shard: int, physical: bytes, *further: int) -> m.OpenLayout:
+        return m.OpenLayout(name, sizes, shard, physical, further_shards=list(further))
+
+    peer.ask(m.LayoutOpened, opening(3, b"tokens first"))
+    assert peer.refusal(opening(2, b"heads first", 3)) == "layout_conflict"
+    peer.ask(m.LayoutOpened, opening(1, b"tokens first", 2))
+    assert peer.refusal(opening(2, b"heads first")) == "layout_conflict"
+    assert peer.refusal(opening(0, b"heads first", 4)) == "bad_shard"
+    peer.ask(m.LayoutOpened, opening(0, b"heads first"))
+
+
+def test_a_store_of_several_shards_tells_which_blocks_lack_only_some(peer: Peer) -> None:
+    layout = peer.open_layout(64, 64)
+    ask = prepare(layout, chain("a", 2), further_shards=[1])
+    assert not peer.ask(m.Prepared, ask).apart
+    peer.ask(m.Done, m.AbandonStore([peer.number]))
+    peer.ask(m.Prepared, prepare(layout, chain("b", 2), shard=1))
+    assert peer.ask(m.Prepared, prepare(layout, chain("b", 2), further_shards=[1])).apart

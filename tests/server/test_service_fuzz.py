@@ -120,6 +120,11 @@ class Attacker:
             (1, m.Ping()),
             (2, m.OpenLayout(rng.choice([b"a" * 16, b"b" * 16, rng.randbytes(16), b""]), sizes)),
             (8, m.Lookup(self.tenant(), self.layout(), self.keys(), self.small())),
+            (
+                2,
+                m.Lookup(self.tenant(), self.layout(), self.keys(), 0, self.number(), self.small()),
+            ),
+            (2, m.Prefetch(self.tenant(), self.layout(), self.keys())),
             (3, m.Release(self.numbers())),
             (2, m.Finish(self.tenant(), self.layout(), self.key())),
             (8, prepare),

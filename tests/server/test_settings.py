@@ -44,7 +44,7 @@ def toml(tmp_path: Path, text: str) -> Path:
 
 
 def test_there_are_few_settings_and_each_says_what_it_is_for() -> None:
-    assert len(TABLE) <= 33
+    assert len(TABLE) <= 35
     for name, line in TABLE.items():
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
         assert line.help.endswith(".")
@@ -213,6 +213,11 @@ def test_addresses_that_stay_on_the_host(address: str) -> None:
     ("argv", "parts"),
     [
         (["--slab-size", "65MiB"], ["pool_size = 64MiB", "65MiB", "slab_size"]),
+        (["--tier-keys", "/k"], ["tier_keys is set", "tier names none", "does not encrypt disks"]),
+        (
+            ["--tier-keys", "/k", "--tier", "disk:///a?size=1GiB"],
+            ["tier_keys is set", "tier names none"],
+        ),
         (["--http-address", "localhost:5555"], ["address and http_address", "5555"]),
         (
             ["--max-frame-size", "512KiB"],
@@ -272,6 +277,15 @@ def test_a_mistake_shows_even_where_a_later_source_overrules_it(tmp_path: Path) 
     assert "max_sessions" in refusal("--max-sessions=1", config=toml(tmp_path, "max_sessions = 0"))
 
 
+def test_a_port_is_part_of_an_address() -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(None, {}, ["--port", "5000"])
+    assert refused.value.hint == "host and port stand in --address, such as tcp://localhost:5555"
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(None, {"KVKEEP_HTTP_PORT": "80"}, [])
+    assert "KVKEEP_HTTP_ADDRESS, such as 127.0.0.1:5556" in refused.value.hint
+
+
 def test_variables_with_our_prefix_must_be_known() -> None:
     message = refusal(env={"KVKEEP_POOLSIZE": "1g"})
     assert 'unknown setting "KVKEEP_POOLSIZE" (environment)' in message
@@ -283,9 +297,36 @@ def test_variables_with_our_prefix_must_be_known() -> None:
             "KVKEEP_NATIVE": "0",
             "KVKEEP_AS_LMCACHE": "1",
             "KVKEEP_HTTP": "127.0.0.1:1",
+            "KVKEEP_VALKEY_PASSWORD": "word",
+            "KVKEEP_S3_SECRET_ACCESS_KEY_FILE": "/word",
             "OTHER": "1",
         }
     )
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "valkey://user:pass,word@host/0",
+        "valkey://:pass,word@host/0",
+        "mysql://user:pass,word@host/0",
+        "valkey://host/0?password=pass,word",
+        "s3://bucket/kv?endpoint=https://user:pass,word@host",
+        "s3://bucket/kv?endpoint=https%3A%2F%2Fuser%3Apass,word%40host",
+        "disk:///kv?size=1GiB,rediss://user:pass,word@host",
+    ],
+)
+def test_a_refused_address_of_a_tier_does_not_show_its_password(
+    tmp_path: Path, address: str
+) -> None:
+    for said in (
+        refusal("--tier", address),
+        refusal(env={"KVKEEP_TIER": address}),
+        refusal(config=toml(tmp_path, f'tier = "{address}"')),
+        refusal(config=toml(tmp_path, f'tier = ["disk:///kv?size=1GiB", "{address}"]')),
+    ):
+        assert "tier = (not shown: it may have a password in it)" in said
+        assert "pass,word" not in said and "word@" not in said
 
 
 @pytest.mark.parametrize("service", ["KVKEEP", "KVKEEP_SERVER"])

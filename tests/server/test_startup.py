@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvkeep.errors import PoolError
 from kvkeep.server import startup as module
 from kvkeep.server.startup import allow_many_files, open_store, warn_of_small_pool
 from kvkeep.store.plans import Limits
@@ -78,6 +80,65 @@ def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptur
     check_integrity(store)
 
 
+def reopened(folder: Path, slabs: int, epoch: int) -> Pool:
+    return Pool(folder, "test", slabs * SLAB, SLAB, epoch, keep=True)
+
+
+def bytes_of(store: Store, pool: Pool) -> dict[bytes, bytes]:
+    """What lies in the slot of each block."""
+    table, [owner] = store.blocks.table, [*store.tenants]
+    return {
+        key: pool.segments.view(table.slot[row], 4096).tobytes() for key, row in owner.index.items()
+    }
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_pool_is_resized_with_what_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, killed: bool
+) -> None:
+    """4 slabs of 16 blocks, all in use, become 7 and then 2: the blocks used last stay, with their
+    bytes."""
+    caplog.set_level(logging.INFO)
+    pool = reopened(tmp_path, 4, 1)
+    store, _ = open_store(pool, Limits(), 0)
+    store.add_slabs(*pool.fill_next())
+    store.open_session(1)
+    layout = store.open_layout(1, b"f", (64,)).number
+    keys = [number.to_bytes(16, "big") for number in range(64)]
+    written = {}
+    for number, key in enumerate(keys):
+        plan = store.prepare_store(1, number, "default", layout, 0, b"", key, number)
+        pool.segments.view(int(plan.slots[0]), 4096)[:] = number
+        written[key] = bytes([number]) * 4096
+        store.complete_store(1, number, np.array([number + 1], np.uint64), number)
+
+    for epoch, slabs in ((2, 7), (3, 2), (4, 2), (5, 3)):
+        pool.let_go() if killed else pool.close(keep=True)
+        pool = reopened(tmp_path, slabs, epoch)
+        store, start = open_store(pool, Limits(), 0)
+        assert start.why_cold == "" and pool.filled_bytes == slabs * SLAB
+        assert store.slabs.slabs == slabs
+        check_integrity(store)
+        kept = keys if slabs == 7 else keys[-32:]
+        assert bytes_of(store, pool) == {key: written[key] for key in kept}
+        held = sum(each.stat().st_blocks * 512 for each in pool.directory.glob("segment-*"))
+        assert held <= slabs * SLAB, "the rest is free memory"
+    assert "32 that the smaller pool has no room for" in caplog.text
+    pool.close()
+
+
+def test_a_pool_that_cannot_be_that_large_loses_nothing(
+    tmp_path: Path, pools: Callable[..., Pool]
+) -> None:
+    first = pools(1)
+    leave_three_blocks(first)
+    first.close(keep=True)
+    with pytest.raises(PoolError, match="a pool of 60TiB does not fit"):
+        reopened(tmp_path, (60 << 40) // SLAB, 2)
+    store, start = open_store(pools(3), Limits(), 0)
+    assert start.adoption.blocks == 2 and hit(store) == 2
+
+
 def test_a_fresh_pool_is_empty(pools: Callable[..., Pool]) -> None:
     first = pools(1)
     leave_three_blocks(first)
@@ -117,7 +178,8 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     if fault == "raises":
         monkeypatch.setattr(module, "adopt", lambda *_: 1 // 0)
     second = pools(2)
-    before = (second.directory / "segment-00000").stat().st_ino
+    old = os.open(second.directory / "segment-00000", os.O_RDONLY)  # or its number is used again
+    before = os.fstat(old).st_ino
     store, start = open_store(second, Limits(), 0)
     assert start.adoption.blocks == 0 and "the server starts empty" in caplog.text
     assert start.why_cold.startswith(
@@ -127,10 +189,9 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     assert (second.directory / "segment-00000").stat().st_ino != before, (
         "whose memory the old is, nobody knows"
     )
+    os.close(old)
     assert hit(store) == 0 and second.old_sessions() == 0
     check_integrity(store)
-    import os
-
     os.close(writer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -29,8 +30,10 @@ class Hand:
 
     def keys(self, chain: str, layout: int | None = None) -> bytes:
         number = self.layout if layout is None else layout
+        names = (f"{number}{chain[: i + 1]}".encode() for i in range(len(chain)))
         return b"".join(
-            f"{number}{chain[: i + 1]}".encode().ljust(16, b".") for i in range(len(chain))
+            name.ljust(16, b".") if len(name) <= 16 else blake2b(name, digest_size=16).digest()
+            for name in names
         )
 
     def key(self, chain: str, layout: int | None = None) -> bytes:
@@ -42,26 +45,26 @@ class Hand:
         tenant: str = "t",
         *,
         after: str = "",
-        shard: int = 0,
+        shard: int | None = 0,
         session: int = 1,
         write: int = 0,
         layout: int | None = None,
         priority: int = 50,
         ttl_ms: int = 0,
+        further_shards: tuple[int, ...] = (),
     ) -> tuple[int, StorePlan]:
         number = self.layout if layout is None else layout
         keys, parent = self.keys(after + chain, number)[16 * len(after) :], self.key(after, number)
         write = write or next(self.numbers)
-        hints = (self.now_ms, priority, ttl_ms)
+        hints = (self.now_ms, priority, ttl_ms, further_shards)
         return write, self.store.prepare_store(
             session, write, tenant, number, shard, parent, keys, *hints
         )
 
     def complete(self, write: int, session: int = 1, checksum: int = 7) -> int:
-        rows = self.store.sessions[session].writes[write].rows
-        return self.store.complete_store(
-            session, write, np.full(len(rows), checksum, np.uint64), self.now_ms
-        ).blocks
+        work = self.store.sessions[session].writes[write]
+        checksums = np.full(len(work.rows) * len(work.shards), checksum, np.uint64)
+        return self.store.complete_store(session, write, checksums, self.now_ms).blocks
 
     def put(
         self, chain: str, tenant: str = "t", *, priority: int = 50, ttl_ms: int = 0, layout: int = 0

@@ -438,12 +438,12 @@ def test_the_old_sessions_take_nobodys_place() -> None:
 def test_physical_layouts_are_remembered() -> None:
     columns = PlainColumns()
     old = stored(columns, [5, 6])
-    old.layouts.agree(old.layouts[1], 0, b"rows first")
+    old.layouts.agree(old.layouts[1], [0], b"rows first")
     store = new_store(columns)
     adopt(store, SLABS, False, 0)
-    store.layouts.agree(store.layouts[1], 0, b"rows first")
+    store.layouts.agree(store.layouts[1], [0], b"rows first")
     with pytest.raises(Exception, match="orders the tensors of shard 0 differently"):
-        store.layouts.agree(store.layouts[1], 0, b"columns first")
+        store.layouts.agree(store.layouts[1], [0], b"columns first")
 
 
 def test_half_written_is_what_lives_leave_behind() -> None:

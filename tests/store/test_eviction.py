@@ -236,17 +236,6 @@ def test_slabs_move_only_within_quotas(hand: Hands) -> None:
     assert h.put("XY", "bob", layout=large) == 0 and h.usage("ann") == 4
 
 
-def test_one_request_does_only_so_much_and_the_next_goes_on(hand: Hands) -> None:
-    h = hand(2, slabs=12)
-    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
-    for i in range(24):
-        h.put(chr(0x100 + i))
-    word = "ABCDEFGHIJKL"
-    moves = _Budget().slab_moves
-    assert h.put(word, layout=large) == 12 - moves and h.store.eviction.slab_moves == moves
-    assert h.put(word, layout=large) == 0
-
-
 def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Hands) -> None:
     h = hand(2, slabs=3)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number

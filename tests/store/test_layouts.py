@@ -89,3 +89,15 @@ def test_at_the_limit_a_layout_that_nobody_needs_makes_way() -> None:
     assert [layout.fingerprint for layout in layouts] == [b"a", b"c", b"d"] and first in list(
         layouts
     )
+
+
+def test_the_order_of_a_tiers_blocks_is_inherited_unless_a_worker_has_declared_one() -> None:
+    layouts = Layouts(4, 1 << 20)
+    first, second = (layouts.open(1, name, (64, 64)) for name in (b"first", b"second"))
+    layouts.agree(first, [0], b"rows first")
+    layouts.agree(second, [1], b"columns first")
+    layouts.inherit(second, first.physical | {1: bytes(16)})
+    layouts.agree(second, [0], b"rows first")
+    layouts.agree(second, [1], b"columns first")
+    with pytest.raises(RequestError, match="orders the tensors of shard 0 differently"):
+        layouts.agree(second, [0], b"columns first")

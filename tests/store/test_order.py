@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from heapq import heappop
 from random import Random
 from typing import Any
 
@@ -260,8 +260,9 @@ def test_a_long_queue_of_a_tenant_without_blocks_is_freed_in_pieces(
 
 def pop_all(queue: Queue) -> list[int]:
     popped = []
-    while heap := queue.front():
-        popped.append(heappop(heap))
+    while (entry := queue.lowest()) >= 0:
+        popped.append(entry)
+        queue.drop_lowest()
     return popped
 
 
@@ -291,3 +292,29 @@ def test_the_order_holds_while_a_queue_gets_shorter() -> None:
         queue.push(entry, 1000, lambda _: True)
     assert queue.former and queue.heap and len(queue) == 3000
     assert pop_all(queue) == sorted(entries)
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 200])
+def test_short_and_long_queues_have_the_same_order(count: int) -> None:
+    chance, queue = Random(count), Queue()
+    entries = chance.sample(range(10_000), count)
+    for entry in entries:
+        queue.push(entry, 5000, lambda _: True)
+    assert len(queue) == count and sorted(queue.entries()) == sorted(entries)
+    assert queue.first(255)[0] == min(entries) and len(queue.first(20)) == min(20, count)
+    queue.replace_lowest(20_000)
+    assert pop_all(queue) == [*sorted(entries)[1:], 20_000]
+    queue.push(5, 5000, lambda _: True)
+    assert pop_all(queue) == [5]
+
+
+def test_the_garbage_collector_does_not_look_at_the_queues_of_many_tenants(hand: Hands) -> None:
+    h = hand(400, default_quota=1)
+    for number in range(200):
+        h.put("ab", f"tenant-{number}")
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(200, 400):
+        h.put("a", f"tenant-{number}")
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50

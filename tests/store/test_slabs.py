@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from kvkeep.store.slabs import Slabs
@@ -36,6 +38,7 @@ def test_slots_are_neighbours_in_ascending_order(slabs: Slabs) -> None:
 def test_sizes_do_not_mix_in_a_slab(slabs: Slabs) -> None:
     handed_out = dict.fromkeys(slabs.take(4, 1), 4) | dict.fromkeys(slabs.take(6, 3), 6)
     assert slabs.sizes() == {4: 1, 6: 2} and slabs.slabs_of_other_sizes(4) == {1: 6, 2: 6}
+    assert (slabs.size_of(0), slabs.size_of(2), slabs.size_of(3)) == (4, 6, None)
     assert (slabs.available(4), slabs.available(6)) == (2, 1)
     slabs.check_integrity(handed_out)
 
@@ -67,3 +70,25 @@ def test_integrity_finds_lost_slots_and_slots_in_two_places(slabs: Slabs) -> Non
     for handed_out in ({first: 4}, {first: 4, second: 4, 8: 4}, {first: 4, second: 6}):
         with pytest.raises(AssertionError):
             slabs.check_integrity(handed_out)
+
+
+def test_slots_that_come_back_are_noted_for_a_tier_that_logs_them(slabs: Slabs) -> None:
+    taken = slabs.take(4, 3)
+    slabs.given = array("q")
+    slabs.give(taken[:2])
+    assert slabs.given.tolist() == taken[:2]
+
+
+def test_a_closed_slab_takes_slots_back_and_gives_none(slabs: Slabs) -> None:
+    taken = slabs.take(4, 5)
+    slabs.close(0)
+    slabs.give(taken[:1] + taken[3:4])
+    assert slabs.available(4) == 5 and slabs.take(4, 2) == [12, 20]
+    slabs.check_integrity(dict.fromkeys([4, 8, 16, 12, 20], 4))
+    slabs.open(0)
+    assert slabs.take(4, 1) == [0]
+    slabs.close(0)
+    slabs.give([0, 4, 8])
+    slabs.open(0)
+    assert slabs.sizes() == {4: 1} and slabs.unused_slabs == 2
+    slabs.check_integrity(dict.fromkeys([16, 12, 20], 4))

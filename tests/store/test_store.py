@@ -521,3 +521,93 @@ def test_while_its_blocks_move_to_other_queues_nobody_takes_what_a_tenant_is_pro
     assert h.store.blocks.order.to_scan
     assert h.put("abcd", "bob") == 0 and h.put("wxyz", "bob") == 0
     assert (h.usage("ann"), h.usage("bob")) == (16, 4)
+
+
+# -- all shards in one write -----------------------------------------------------------------------
+
+
+def test_a_write_of_all_shards_makes_blocks_visible_at_once(hand: Hands) -> None:
+    h = hand(shard_bytes=(64, 100))
+    write, plan = h.prepare("abc", shard=None)
+    assert plan.positions.tolist() == [0, 1, 2] and h.lookup("abc").blocks == 0
+    half = np.ones(3, np.uint64)
+    refused(lambda: h.store.complete_store(1, write, half, 0), "bad_checksums", "checksums")
+    checks = np.array([[1, 2], [3, 4], [5, 6]], np.uint64)
+    stored = h.store.complete_store(1, write, checks, 0)
+    assert (stored.blocks, stored.nbytes) == (3, 3 * 164)
+    _, hit = h.lease("abc")
+    assert hit.checksums.tolist() == checks.tolist()
+
+
+def test_a_write_of_all_shards_leaves_blocks_of_other_writers_alone(hand: Hands) -> None:
+    h = hand(shard_bytes=(64, 64))
+    one, _ = h.prepare("ab", shard=0)
+    whole, plan = h.prepare("abc", shard=None)
+    assert plan.positions.tolist() == [2]
+    assert h.prepare("abc", shard=1)[1].positions.tolist() == [0, 1], "c has its writer"
+    h.store.complete_store(1, whole, np.ones((1, 2), np.uint64), 0)
+    assert h.lookup("abc").blocks == 0, "its ancestors are not complete"
+    h.complete(one)
+    assert h.store.abandon_store(1, one, 0) is False
+
+
+def test_a_write_of_all_shards_can_be_abandoned(hand: Hands) -> None:
+    h = hand(shard_bytes=(64, 64))
+    write, _ = h.prepare("abc", shard=None)
+    assert h.store.abandon_store(1, write, 0)
+    assert h.states() == []
+
+
+# -- several shards together -----------------------------------------------------------------------
+
+
+def test_shards_that_are_written_together_are_one_write(hand: Hands) -> None:
+    h = hand(shard_bytes=(64,) * 4)
+    write, plan = h.prepare("ab", shard=0, further_shards=(1, 3))
+    assert (len(plan.slots), plan.apart) == (2, False)
+    assert h.complete(write) == 2 and h.states() == ["writing"] * 2
+    write, _ = h.prepare("ab", shard=2)
+    assert h.complete(write, checksum=9) == 2 and h.states() == ["ready"] * 2
+    assert h.lookup("ab").checksums.tolist() == [[7, 7, 9, 7]] * 2
+
+
+@pytest.mark.parametrize("is_in", [False, True], ids=["under way", "stored"])
+def test_a_block_that_lacks_some_of_the_shards_is_written_shard_by_shard(
+    hand: Hands, is_in: bool
+) -> None:
+    h = hand(shard_bytes=(64,) * 3)
+    write, _ = h.prepare("ab", shard=1)
+    if is_in:
+        h.complete(write)
+    together, plan = h.prepare("abc", shard=0, further_shards=(1,))
+    assert (plan.positions.tolist(), plan.apart) == ([2], True), "the new block alone"
+    _, plan = h.prepare("abc", shard=0)
+    assert (plan.positions.tolist(), plan.apart) == ([0, 1], False)
+    _, plan = h.prepare("abc", shard=1)
+    assert plan.positions.tolist() == []
+    _, plan = h.prepare("ab", shard=0, further_shards=(1,))
+    assert (plan.positions.tolist(), plan.apart) == ([], False), "nothing is left to write"
+    h.complete(together)
+
+
+@pytest.mark.parametrize("shards", [(0, 3), (1, 1), (2, 1), (0, -1)])
+def test_shards_that_are_none_or_out_of_order_are_refused(
+    hand: Hands, shards: tuple[int, int]
+) -> None:
+    h = hand(shard_bytes=(64,) * 3)
+    with pytest.raises(RequestError) as error:
+        h.prepare("ab", shard=shards[0], further_shards=shards[1:])
+    assert error.value.code == "bad_shard" and h.states() == []
+
+
+def test_each_shard_of_each_block_has_a_checksum(hand: Hands) -> None:
+    h = hand(shard_bytes=(64,) * 2)
+    write, _ = h.prepare("ab", shard=0, further_shards=(1,))
+    for count in (2, 3, 5):
+        sums = np.zeros(count, np.uint64)
+        refused(
+            lambda sums=sums: h.store.complete_store(1, write, sums, h.now_ms),
+            "bad_checksums",
+            "checksums",
+        )
+    assert h.complete(write) == 2

@@ -15,13 +15,12 @@ from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 from kvkeep.store.tree import (
     children,
-    latest_below,
     link_chain,
     longest_hit,
     rows_of_chain,
     split_keys,
-    subtree,
     unlink_leaf,
+    with_descendants,
 )
 
 
@@ -115,15 +114,14 @@ def test_links_go_both_ways() -> None:
     )
 
 
-def test_subtrees_name_parents_first() -> None:
+def test_descendants_are_named_once_and_as_many_as_are_asked_for() -> None:
     table, (a, b, c, d, e, f) = a_tree()
-    found = subtree(table, a)
-    assert sorted(found) == sorted([a, b, c, d, e, f])
-    assert all(
-        table.parent[row] == NO_ROW or found.index(table.parent[row]) < found.index(row)
-        for row in found
+    assert sorted(with_descendants(table, [a], 99)) == sorted([a, b, c, d, e, f])
+    assert sorted(with_descendants(table, [c, b], 99)) == sorted([b, c, d, e, f])
+    assert (
+        with_descendants(table, [a], 3)[:2] == [a, b] and len(with_descendants(table, [a], 3)) == 3
     )
-    assert sorted(subtree(table, b, without={c})) == sorted([b, e, f])
+    assert with_descendants(table, [d, f], 1) == [d, f], "the rows themselves in any case"
 
 
 def test_leaves_come_off_in_any_order() -> None:
@@ -144,21 +142,6 @@ def test_the_middle_of_three_siblings_comes_off() -> None:
     middle = children(table, rows[0])[1]
     unlink_leaf(table, middle)
     assert set(children(table, rows[0])) == {*rows[1:]} - {middle}
-
-
-def test_the_latest_use_below_reaches_every_ancestor() -> None:
-    table, (a, b, c, d, e, f) = a_tree()
-    rows = np.array([a, b, c, d, e, f])
-    assert latest_below(table, rows, np.array([1, 2, 3, 4, 5, 6])).tolist() == [6, 6, 4, 4, 6, 6]
-    deep = BlockTable()
-    chain = deep.take(2000)
-    deep.many.state[chain] = READY
-    link_chain(deep, chain, NO_ROW)
-    used = np.arange(2000) % 7
-    used[1500] = 99
-    assert (
-        latest_below(deep, chain, used).tolist() == np.maximum.accumulate(used[::-1])[::-1].tolist()
-    )
 
 
 def test_garbage_keys_describe_nothing_but_chains(hand: Callable[..., Any]) -> None:

@@ -69,7 +69,7 @@ def test_without_shared_memory_it_goes_on_and_leaves_nothing(
 
 def test_an_index_fits_the_pool_that_it_was_made_for(left: Path) -> None:
     assert why_not_adopt(left, *SIZES) == "" and sizes_left(left) == SIZES
-    assert "its pool size is 1MiB, not 2MiB" in why_not_adopt(left, 2 << 20, *SIZES[1:])
+    assert why_not_adopt(left, 2 << 20, *SIZES[1:]) == "", "a pool can be resized"
     assert "its slab size is 64KiB, not 128KiB" in why_not_adopt(left, SIZES[0], 1 << 17, SIZES[2])
     assert "its segment size is 256KiB, not 64KiB" in why_not_adopt(left, *SIZES[:2], 1 << 16)
 

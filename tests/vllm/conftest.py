@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine_parts import Engine
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "tiers")]  # services of shared tiers
 from replicas import POOL, Replica, Server, at_rest, cores  # noqa: E402  (beside this file)
 
 HAS_VLLM = (_spec := importlib.util.find_spec("vllm")) is not None and _spec.origin is not None

@@ -78,7 +78,7 @@ def _adapter() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     connector = _ours(get_kv_transfer_group()) if has_kv_transfer_group() else None
-    return getattr(getattr(connector, "_worker", None), "_adapter", None)
+    return getattr(getattr(connector, "half", None), "adapter", None)
 
 
 def stores_under_way(worker: Any) -> int:
@@ -104,6 +104,18 @@ def digests(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[s
     tensors = _tensors(worker, layers)
     return [
         hashlib.sha256(b"".join(_bytes(each, block) for each in tensors)).hexdigest()
+        for block in blocks
+    ]
+
+
+def head_digests(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[list[str]]:
+    """The same for each KV head that this rank has."""
+    tensors = _tensors(worker, layers)
+    return [
+        [
+            hashlib.sha256(b"".join(_bytes(each[block], head) for each in tensors)).hexdigest()
+            for head in range(tensors[0].shape[1])
+        ]
         for block in blocks
     ]
 
@@ -250,9 +262,7 @@ class Engine:
 
     def is_connected(self) -> bool:
         """Whether all its parts have sessions that they know of."""
-        adapter = getattr(
-            getattr(_ours(self.scheduler.connector), "_scheduler", None), "_adapter", None
-        )
+        adapter = getattr(getattr(_ours(self.scheduler.connector), "half", None), "_adapter", None)
         return (adapter is None or adapter.connection.up) and all(
             self.core.model_executor.collective_rpc(is_connected)
         )
@@ -345,10 +355,13 @@ class Engine:
         """What the first blocks of a request hold: for each rank, group and block."""
         return self._on_ranks(digests, name, full)
 
+    def head_digests(self, name: str, full: int) -> list[list[list[list[str]]]]:
+        return self._on_ranks(head_digests, name, full)
+
     def beginnings(self, name: str, full: int) -> list[list[list[str]]]:
         return self._on_ranks(beginnings, name, full)
 
-    def _on_ranks(self, read: Callable[..., Any], name: str, full: int) -> list[list[list[str]]]:
+    def _on_ranks(self, read: Callable[..., Any], name: str, full: int) -> list[list[list[Any]]]:
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         asked = list(zip(groups, self.blocks(name), strict=True))
         by_group = [

@@ -45,7 +45,7 @@ import kvkeep.vllm.versions
 import kvkeep.vllm.worker
 from kvkeep.client.connection import Connection
 from kvkeep.client.rank_memory import GroupMemory, physical_fingerprint
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.client.stores import SourceBlocks, Store, source_blocks
 from kvkeep.client.transfer import Transfer
 from kvkeep.vllm import versions
@@ -237,7 +237,7 @@ class StepWorker:
             None
         )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
-        self.loaded: Callable[[Hashable, LoadRequest, int], None] = lambda job, load, good: (
+        self.loaded: Callable[[LoadRequest, int], None] = lambda load, good: (
             None
         )  # somebody watches
         self.ahead: Any = None  # for whom, and from where
@@ -292,22 +292,20 @@ class StepWorker:
     def drop_ahead(self) -> None:
         self.ahead = None
 
-    def load_now(self, job: Hashable, load: LoadRequest, owner: Hashable = None) -> Finished:
+    def load_now(self, load: LoadRequest, owner: Hashable = None) -> LoadOutcome:
         assert self.ahead in (None, (owner, load.epoch, load.slots.tolist())), (
             "what was fetched is for another load"
         )
         self.ahead = None
         self.began.append(("load", load))
-        finished = Finished(0)
-        self._load(job, load, finished)
-        return finished
+        return self._load(load)
 
     def poll(self) -> Finished:
         finished = Finished(0)
         jobs, self._jobs = ([], self._jobs) if self.holds else (self._jobs, [])
         for job, asked in jobs:
             if isinstance(asked, LoadRequest):
-                self._load(job, asked, finished)
+                finished.loads[job] = self._load(asked)
             else:
                 self._early.append((job, self._transfer.store(asked, self._sources.pop(job))))
         early, self._early = self._early, []
@@ -315,15 +313,15 @@ class StepWorker:
         finished.incomplete += [job for job, stored in early if not stored.is_complete]
         return finished
 
-    def _load(self, job: Hashable, load: LoadRequest, finished: Finished) -> None:
+    def _load(self, load: LoadRequest) -> LoadOutcome:
         loaded = self._transfer.load(load)
         loaded[self.failing(load)] = False
-        finished.loaded.append(job)
         bad = (~loaded).nonzero()[0]
-        self.loaded(job, load, int(bad[0]) if len(bad) else load.blocks)
-        if failed := load.ids_of(~loaded):
-            finished.failed[job] = failed
-            self.spoil(failed)
+        self.loaded(load, int(bad[0]) if len(bad) else load.blocks)
+        outcome = load.outcome(loaded)
+        if outcome.failed:
+            self.spoil(sorted(outcome.failed))
+        return outcome
 
     def close(self) -> None:
         self.connection.close()
@@ -465,7 +463,7 @@ class Engine:
     @property
     def half(self) -> Any:
         """The scheduler's half of the connector."""
-        return self.connector._scheduler
+        return self.connector.half
 
     @property
     def side(self) -> Any:
@@ -503,7 +501,7 @@ class Engine:
             req_ids=list(sampled),
             req_id_to_index={name: at for at, name in enumerate(sampled)},
             sampled_token_ids=list(sampled.values()),
-            kv_connector_output=self._results(scheduled),
+            kv_connector_output=self.results(scheduled),
         )
         self.rank.clear_connector_metadata()
         self._unread.append((scheduled, output))
@@ -555,8 +553,10 @@ class Engine:
             right = self.given.tokens(each.request_id, each.num_prompt_tokens)
             assert self.params[each.request_id] == {COUNT: right}, each.request_id
 
-    def _loaded(self, job: Hashable, load: LoadRequest, good_blocks: int) -> None:
-        [name] = [each.request_id for each in self.side.jobs if each.number == job]
+    def _loaded(self, load: LoadRequest, good_blocks: int) -> None:
+        blocks = load.outcome().failed
+        jobs = [each for each in self.side.jobs if each.is_load and blocks == {*each.block_ids}]
+        [name] = [job.request_id for job in jobs]
         is_whole = len(self.kv_cache_config.kv_cache_groups) == 1  # else a load fails as a whole
         self.given.loaded(
             name, load.skip, good_blocks if is_whole or good_blocks == load.blocks else 0
@@ -582,7 +582,7 @@ class Engine:
         for group, table in zip(self.kv_cache_config.kv_cache_groups, tables, strict=True):
             reach = getattr(group.kv_cache_spec, "sliding_window", None) or len(values)
             for layer in group.layer_names:
-                self._check(
+                self.check_kv(
                     self.kv[layer], table, values, range(max(0, first - reach + 1), first), name
                 )
                 for place in range(first, first + tokens):
@@ -604,7 +604,7 @@ class Engine:
             sampled.append(next_token([*held.all_token_ids, *sampled]))
         return sampled
 
-    def _check(
+    def check_kv(
         self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str
     ) -> None:
         for place in places:
@@ -612,7 +612,7 @@ class Engine:
                 f"{name}: wrong KV of token {place}"
             )
 
-    def _results(self, scheduled: Any) -> KVConnectorOutput:
+    def results(self, scheduled: Any) -> KVConnectorOutput:
         output = KVConnectorOutput()
         if versions.names_failed_requests():
             results = self.rank.get_transfer_results(scheduled.finished_req_ids)

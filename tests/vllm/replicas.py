@@ -189,7 +189,7 @@ class Replica:
 
     def __init__(self, models: Path, threads_bind: str) -> None:
         self._models = models
-        self._name = f"replica-{next(_replicas)}"
+        self.name = f"replica-{next(_replicas)}"
         self._threads_bind = threads_bind
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as this object)
         self._process: subprocess.Popen[str] | None = None
@@ -234,7 +234,7 @@ class Replica:
         """An engine with these options serves; the same one as before if they are the same."""
         if reason := cannot_run(model, cached=server is not None, **options):
             pytest.skip(f"vLLM {VLLM}: {reason}")
-        named = {"kvkeep.client": self._name, **PATIENT, **(extra or {})}
+        named = {"kvkeep.client": self.name, **PATIENT, **(extra or {})}
         config = transfer(server, named) if server is not None else transfer_config
         chosen = {
             "model": str(self._models / model),
@@ -262,7 +262,7 @@ class Replica:
         assert eventually(lambda: bool(self.call("is_connected"))), f"not connected\n{self.tail()}"
 
     def _sessions(self, server: ServerProcess) -> int:
-        mine = [each for each in status(server)["sessions"] if each["client"] == self._name]
+        mine = [each for each in status(server)["sessions"] if each["engine"] == self.name]
         return sum(each["plane"] in ("shared_memory", "network") for each in mine)
 
     def reboot(self) -> None:

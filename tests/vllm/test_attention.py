@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import versions
-from kvkeep.vllm.attention import encodings_of, summary_of
+from kvkeep.vllm.attention import check_heads_apart, encodings_of, summary_of
 
 
 def backend(name: str, module: str = "vllm.v1.attention.backends.somewhere") -> type:
@@ -164,3 +164,17 @@ def test_every_backend_that_is_listed_is_vllms() -> None:
         name for name in listed if f"class {name}(" not in sources and name not in made_at_run_time
     ]
     assert not missing or versions.release() != (0, 32), missing
+
+
+@pytest.mark.parametrize("encoding", ["fused-kv", "fused-kv fp8 e4m3", "cpu-columns"])
+def test_heads_that_lie_apart_can_be_cut(encoding: str) -> None:
+    check_heads_apart({"layer.0": encoding})
+
+
+@pytest.mark.parametrize(
+    "encoding", ["mla", "cpu-amx of vLLM 0.32.0", "fused-kv turbo of vLLM 0.32.0", "states ds"]
+)
+def test_other_encodings_are_not_cut_and_named(encoding: str) -> None:
+    with pytest.raises(SettingsError, match=r"layer layer\.1, written as") as refused:
+        check_heads_apart({"layer.0": "fused-kv", "layer.1": encoding})
+    assert encoding in refused.value.message and "kvkeep.tp_shards" in refused.value.hint

@@ -183,10 +183,8 @@ WORKER: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 def broken(role: KVConnectorRole) -> KVKeepConnector:
     made = connector(role)
-    if role == KVConnectorRole.SCHEDULER:
-        made._scheduler = Broken()  # type: ignore[assignment]
-    else:
-        made._worker = Broken()  # type: ignore[assignment]
+    made.half = Broken()
+    if role == KVConnectorRole.WORKER:
         made._connector_metadata = Step()
     return made
 

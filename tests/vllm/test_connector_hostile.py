@@ -28,6 +28,7 @@ BAD: list[Any] = [
     {"kvkeep_ttl_ms": 1.5},
     {"kvkeep_ttl_ms": None},
     {"kvkeep_session_finished": "yes"},
+    {"kvkeep_prefetch": ["a prompt"]},
     {"kvkeep_priority": {"deep": [{}]}},
     {KEY: {"a": [{"b": None}]}, "x" * 10_000: [[[]]], "": "\ud800"},
     {"do_remote_prefill": True, "do_remote_decode": True, "remote_block_ids": [1, 2, 3]},

@@ -3,6 +3,7 @@ itself."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,6 +35,8 @@ from replicas import (
     transfer,
 )
 
+from kvkeep.cli.remote import ask
+from kvkeep.errors import RequestError
 from kvkeep.testing.process import ServerProcess
 
 SWITCHES = ["--enforce-eager", "--skip-tokenizer-init"]
@@ -98,9 +101,7 @@ class Api:
             self.call("/health", method="GET")
         except OSError:
             return False
-        return (
-            len([each for each in status(self._server)["sessions"] if each["client"] == "api"]) >= 2
-        )
+        return len(sessions(self._server)) >= 2
 
     def tail(self) -> str:
         with os.fdopen(os.dup(self._log.fileno())) as log:
@@ -137,8 +138,16 @@ class Api:
 
 @pytest.fixture(scope="module")
 def api(models: Path, server: ServerProcess) -> Iterator[Api]:
+    since = Since(server)
     with Api(models / "llama", server) as running:
         yield running
+    assert eventually(lambda: not sessions(server)), "killed, as vLLM does when it stops in order"
+    assert since("sessions_died") == 0, "it held nothing, so that was no crash"
+    assert since("sessions_vanished") >= 2
+
+
+def sessions(server: ServerProcess) -> list[Any]:
+    return [each for each in status(server)["sessions"] if each["engine"] == "api"]
 
 
 def words(answer: dict[str, Any]) -> Any:
@@ -183,6 +192,33 @@ def test_two_salts_never_share_and_one_does(api: Api, server: ServerProcess) -> 
         counts[salt] = answer["kv_transfer_params"][KEY]
     unsalted = api.complete(tokens, kv_transfer_params={KEY: None})
     assert (counts, unsalted["kv_transfer_params"][KEY]) == ({"bob": 0, "alice": 96}, 0)
+
+
+def test_what_a_request_missed_is_explained(api: Api, server: ServerProcess) -> None:
+    tokens = prompt(170)
+    since = Since(server)
+    first = api.complete(tokens, cache_salt="carol")
+    stored(server, since, 5)
+    api.fresh()
+    other, again = (api.complete(tokens, cache_salt=salt) for salt in ("dave", "carol"))
+    assert words(first) == words(other) == words(again)
+
+    def reported(answer: dict[str, Any]) -> Any:
+        with contextlib.suppress(RequestError):  # its report is still on its way
+            return ask(server.http, f"/v1/explain?request={answer['id']}", needs_token=True)
+        return None
+
+    def explained(answer: dict[str, Any]) -> Any:
+        [shown] = eventually(lambda: reported(answer)) or [{}]
+        assert sum(shown["outcomes"].values()) == shown["blocks"] == 6
+        return shown
+
+    assert explained(first)["outcomes"] == {"never_stored": 5, "last": 1}
+    assert explained(other)["outcomes"] == {"other_salt": 5, "last": 1}
+    shown = explained(again)
+    assert shown["outcomes"] == {"loaded": 5, "last": 1}
+    assert (shown["tokens_loaded"], shown["tokens_computed"]) == (160, 10)
+    assert (shown["model"], shown["engine"]) == ("llama", "api")
 
 
 @pytest.mark.parametrize(

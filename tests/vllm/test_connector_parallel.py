@@ -39,12 +39,14 @@ def _ranks_end(ranks: Replica) -> Iterator[None]:
     ranks.kill()
 
 
-def digests(replica: Replica, tokens: list[int], full: int) -> tuple[Any, int | None]:
+def digests(
+    replica: Replica, tokens: list[int], full: int, what: str = "digests"
+) -> tuple[Any, int | None]:
     """What every rank holds of this prompt's first blocks after its prefill, and how much of it was
     not computed."""
     [name] = replica.submit([request(tokens, max_tokens=2)])
     replica.step_until(lambda: bool(replica.answers([name])[0].tokens))
-    held = replica.call("digests", name=name, full=full)
+    held = replica.call(what, name=name, full=full)
     [answer] = replica.run([name])
     replica.settle()
     return held, answer.cached
@@ -156,3 +158,40 @@ def test_mla_that_was_stored_by_one_rank_is_found_by_an_engine_of_two(
     assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
     loaded, cached = digests(ranks.use("mla", server, tensor_parallel_size=2), tokens, 5)
     assert (loaded, cached) == (computed * 2, 80)
+
+
+def heads(replica: Replica, tokens: list[int], full: int) -> tuple[list[Any], int | None]:
+    """What the whole engine holds of each KV head of this prompt's blocks, for each group."""
+    held, cached = digests(replica, tokens, full, "head_digests")
+    blocks = [
+        [[digest for of_rank in same for digest in of_rank] for same in zip(*of_ranks, strict=True)]
+        for of_ranks in zip(*held, strict=True)
+    ]
+    return blocks, cached
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("stores", [1, 2])
+def test_engines_of_one_and_two_ranks_share_what_they_cut_into_the_same_shards(
+    one: Replica, ranks: Replica, server: ServerProcess, model: str, stores: int
+) -> None:
+    """One rank holds both shards, or each of two holds one."""
+
+    def engine(size: int, **options: Any) -> Replica:
+        replica = one if size == 1 else ranks
+        return replica.use(model, tensor_parallel_size=size, **options)
+
+    hits, tokens, shared = 3 - stores, prompt(150), {"kvkeep.tp_shards": 2}
+    expected = engine(hits).serve([request(tokens)])
+    since = Since(server)
+    computed, nothing = heads(engine(stores, server=server, extra=shared), tokens, 4)
+    assert eventually(lambda: since("stored_blocks") == 4 * stores * len(computed)), str(since)
+    assert since.requests("PrepareStore") == stores * len(computed) and at_rest(server)
+    replica = engine(hits, server=server, extra=shared)
+    loaded, cached = heads(replica, tokens, 4)
+    assert (nothing, cached) == (0, 128)
+    # of a window the engine has the last blocks only
+    assert [blocks[-1] for blocks in loaded] == [blocks[-1] for blocks in computed]
+    assert loaded[-1 if model == "gemma3" else 0] == computed[-1 if model == "gemma3" else 0]
+    [warm] = replica.fresh().serve([counting(tokens)])
+    assert (warm.extra, warm.tokens) == (128, expected[0].tokens)

@@ -27,6 +27,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvkeep.client.requests import LoadOutcome
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.step import Completed, Job
 from kvkeep.testing.process import ServerProcess
@@ -72,7 +73,7 @@ def load(
 ) -> list[Any]:
     done = job(9, first, blocks, is_load=True)
     events.prepared(done, asked, PLAIN)
-    done.failed = failed or set()
+    done.outcome = LoadOutcome(frozenset(failed or ()))
     events.completed(Completed(loads=[done]))
     return list(events.take())
 
@@ -185,7 +186,7 @@ def test_nothing_is_said_before_the_end_nor_of_a_store_that_left_something_out()
     assert events.take() == []
     done.incomplete = True
     events.completed(Completed(stores=[done]))
-    assert events.take() == [] and not events._jobs
+    assert events.take() == [] and "jobs=0" in repr(events)
 
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(enable_kv_cache_events=False)])
@@ -193,13 +194,13 @@ def test_nothing_is_said_or_kept_if_events_are_off(config: Any) -> None:
     asked, events = request(TOKENS), CacheEvents(SimpleNamespace(kv_events_config=config))
     assert store(events, asked, 0, 3) == load(events, asked, 0, 3, failed={10}) == []
     events.reset()
-    assert events.take() == [] and not events._jobs and not events._published
+    assert events.take() == [] and repr(events) == "CacheEvents(jobs=0, published=0)"
 
 
 def test_nothing_is_said_of_a_request_without_hashes() -> None:
     asked = request(TOKENS)
     asked.block_hashes.clear()
-    assert store(events := cache_events(), asked, 0, 3) == [] and not events._jobs
+    assert store(events := cache_events(), asked, 0, 3) == [] and "jobs=0" in repr(events)
 
 
 def test_what_fails_to_load_is_gone() -> None:
@@ -251,7 +252,7 @@ def test_what_is_no_longer_remembered_is_taken_back(monkeypatch: pytest.MonkeyPa
     stored, removed = store(events, asked[2], 0, 3)
     assert isinstance(stored, BlockStored) and isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [*names(asked[0], 2), *event.block_hashes]
-    assert len(events._published) == 5 and not events._jobs
+    assert repr(events) == "CacheEvents(jobs=0, published=5)"
 
 
 def test_a_job_that_was_not_prepared_is_nothing() -> None:

@@ -299,3 +299,43 @@ def test_memory_of_another_size_is_refused(rows: int) -> None:
 def test_memory_that_blocks_cannot_be_copied_from_is_refused(kv: dict[str, torch.Tensor]) -> None:
     with pytest.raises((RequestError, SettingsError)):
         locate(ONE, layers_of(["a"]), kv)
+
+
+# --- shards of several heads ----------------------------------------------------------------------
+
+
+def heads_of(count: int, names: list[str]) -> Any:
+    """Layers of one group, as a rank with so many KV heads has them."""
+    described = layers_of(names)
+    floats = FLOATS | {"num_kv_heads": count}
+    described.kv_cache_groups[0].kv_cache_spec = kvi.FullAttentionSpec(block_size=4, **floats)
+    return described
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["whole", "cut by kernels"])
+def test_each_shard_has_its_heads_of_every_layer(parts: int) -> None:
+    shape = (6 * parts, 4, 2, 8)
+    kv = {"a": numbered(*shape), "b": numbered(*shape) + 9999}
+    located = locate(ONE, heads_of(4, ["a", "b"]), kv, 2)
+    assert [piece.runs.nbytes for piece in located] == [2 * parts * 2 * 2 * 8 * 4] * 2
+    assert len({piece.runs.fingerprint for piece in located}) == 1
+    for shard, piece in enumerate(located):
+        mine = [
+            layer.unflatten(0, (6, parts))[3, :, 2 * shard : 2 * shard + 2].contiguous()
+            for layer in kv.values()
+        ]
+        assert read(piece.runs, 3) == b"".join(each.numpy().tobytes() for each in mine)
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 8), (6, 2, 4, 8), (6, 8, 4, 8)])
+def test_memory_whose_heads_are_not_found_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SettingsError, match="layer a, of shape") as error:
+        locate(ONE, heads_of(4, ["a"]), {"a": numbered(*shape)}, 2)
+    assert "kvkeep.tp_shards" in error.value.hint
+
+
+def test_states_are_not_cut_by_heads() -> None:
+    described = layers_of(["a"])
+    described.kv_cache_groups[0].kv_cache_spec = state()
+    with pytest.raises(SettingsError, match="cannot be cut by KV heads"):
+        locate(ONE, described, {"a": numbered(6, 4, 2, 8)}, 2)

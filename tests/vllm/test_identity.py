@@ -292,7 +292,7 @@ def test_a_shape_has_the_bytes_of_every_shard() -> None:
     found = identity.shape_of(
         config(), TWO, ParallelStrategy.of(tp_size=4, kv_tp_replicas=2), parts, "w"
     )
-    assert (found.shard_bytes, found.pieces, found.kv_world_size) == ((64, 8, 32, 8), 2, 2)
+    assert (found.shard_bytes, found.pieces, found.kv_shards) == ((64, 8, 32, 8), 2, 2)
     assert found.identity.block_tokens == 16
 
 
@@ -402,3 +402,37 @@ def test_a_rank_that_cannot_be_cached_is_heard_by_all(monkeypatch: pytest.Monkey
     place(monkeypatch)
     with pytest.raises(SettingsError, match=r"not like this \(but like that\)"):
         identity.parts_of_all_ranks(SettingsError("not like this", "but like that"))
+
+
+# --- shards of several heads ----------------------------------------------------------------------
+
+
+def test_one_rank_with_both_shards_has_the_shape_of_two_with_one_each() -> None:
+    both = identity.Part(["x", "x", "w", "w"], [64, 64, 8, 8], ENCODINGS)
+    each = identity.Part(["x", "w"], [64, 8], ENCODINGS)
+    alone = ParallelStrategy.of().cut_into(2, 2)
+    one = identity.shape_of(config(), TWO, alone, [both], "w")
+    two = identity.shape_of(config(), TWO, ParallelStrategy.of(tp_size=2), [each] * 2, "w")
+    assert one == two and one.shard_bytes == (64, 8, 64, 8)
+    uncut = identity.Part(["y", "z"], [128, 16], ENCODINGS)
+    assert identity.shape_of(config(), TWO, ParallelStrategy.of(), [uncut], "w") != one
+
+
+@pytest.mark.parametrize(("tp", "mla", "held"), [(1, False, 2), (2, False, 1), (2, True, 1)])
+def test_a_rank_holds_as_many_shards_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, tp: int, mla: bool, held: int
+) -> None:
+    place(monkeypatch, tp=tp)
+    told = config({"kvkeep.tp_shards": 2}, tp_size=tp, use_mla=mla)
+    found = identity.strategy_of(told, SimpleNamespace(), ONE)
+    assert found.shards_per_rank == held
+
+
+@pytest.mark.parametrize("sizes", [{"dcp_size": 2}, {"pcp_size": 2}])
+def test_ranks_that_divide_the_context_hold_no_shards_of_heads(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    place(monkeypatch, tp=2, pcp=sizes.get("pcp_size", 1))
+    told = config({"kvkeep.tp_shards": 2}, tp_size=2, **sizes)
+    with pytest.raises(SettingsError, match="divide the context"):
+        identity.strategy_of(told, SimpleNamespace(), ONE)

@@ -16,6 +16,7 @@ import pytest
 
 from kvkeep.connector import checkpoint, file_hashes
 from kvkeep.connector.file_hashes import hashes_of_user
+from kvkeep.testing.clock import eventually
 from kvkeep.vllm import keys as module
 from kvkeep.vllm.keys import Adapters
 
@@ -40,12 +41,15 @@ def lora(path: object, number: int = 1, name: str = "style", **more: Any) -> Any
     return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path), **more)
 
 
+def wait_for_hashes(path: object) -> None:
+    """Until every digest that was asked for before is taken: threads take them in turn."""
+    assert checkpoint.CheckpointDigest.of(str(path), None).wait(60)
+
+
 def name_of(adapters: Adapters, used: Any) -> str:
     """Of an adapter whose digest may still have to be taken."""
+    assert eventually(lambda: adapters.name_of(used) is not None)
     name = adapters.name_of(used)
-    if name is None:
-        assert adapters._seen[used.lora_int_id][1].wait(60)
-        name = adapters.name_of(used)
     assert name is not None
     return name
 
@@ -126,7 +130,7 @@ def test_files_that_change_before_they_are_hashed_are_not_cached_either(adapter:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert adapters.name_of(lora(adapter)) is None
         rewrite(adapter)
-    assert adapters._seen[1][1].wait(60)
+    wait_for_hashes(adapter)
     assert adapters.name_of(lora(adapter)) is None, "vLLM may have read it before"
     assert name_of(adapters, lora(adapter, load_inplace=True))
 
@@ -173,10 +177,10 @@ def test_the_number_of_adapters_is_limited(adapter: Path, monkeypatch: pytest.Mo
     adapters = Adapters()
     for number in (1, 2, 3, 1, 4):
         assert name_of(adapters, lora(adapter, number))
-    assert list(adapters._seen) == [3, 1, 4], "the one that was not used for the longest time goes"
+    assert "seen=[3, 1, 4]" in repr(adapters), "the one that was not used for the longest time goes"
     for number in range(1, 9):
         adapters.name_of(lora("/nowhere", number))
-    assert len(adapters._seen) == len(adapters._warned) == 3
+    assert repr(adapters) == "Adapters(seen=[6, 7, 8], warned=3)"
 
 
 def test_nothing_that_a_request_names_raises(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip(
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.connector.step import StepMetadata
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KEY_BYTES
@@ -62,12 +62,12 @@ def test_a_handshake_survives_the_way(handshake: Handshake) -> None:
 
 
 def test_reports_survive_the_way_and_add_up() -> None:
-    first = Reports([Finished(0, {1: 2}, [3], [4], {4: [7]}, 5)])
+    first = Reports([Finished(0, {1: 2}, [3], {4: LoadOutcome(frozenset({7}), 0.5)}, 5)])
     second = pickle.loads(pickle.dumps(Reports([Finished(1), Finished(1, {9: 1})])))
     both = first.aggregate(second)
     assert isinstance(both, Reports)
     assert both.finished == [
-        Finished(0, {1: 2}, [3], [4], {4: [7]}, 5),
+        Finished(0, {1: 2}, [3], {4: LoadOutcome(frozenset({7}), 0.5)}, 5),
         Finished(1),
         Finished(1, {9: 1}),
     ]
@@ -76,7 +76,7 @@ def test_reports_survive_the_way_and_add_up() -> None:
 
 def test_vllm_brings_the_reports_of_all_ranks_together() -> None:
     def of_rank(rank: int) -> ModelRunnerOutput:
-        meta = Reports([Finished(rank, loaded=[1])]) if rank != 1 else None
+        meta = Reports([Finished(rank, loads={1: LoadOutcome()})]) if rank != 1 else None
         output = KVConnectorOutput(kv_connector_worker_meta=meta, finished_recving={"a"})
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
 

@@ -48,13 +48,16 @@ def inactive(config: Any = None) -> InactiveScheduler:
 def check_it_does_nothing(side: Any) -> None:
     assert isinstance(side, InactiveScheduler)
     asked = request(PROMPT, params=COUNT)
-    side.arrive(asked)
-    assert side.lookup(asked, 0) == 0 and not side.loads_in_step(asked)
-    side.allocated(asked, [[1, 2, 3]], 0)
-    assert side.build_step(NOTHING) == Step()
-    side.end_step(KVConnectorOutput(), Reports())
-    assert side.finish_request(asked) == {"num_kvkeep_extra_cached_tokens": 0}
-    assert side.reset() is True
+    side.on_new_request(asked)
+    assert side.get_num_new_matched_tokens(asked, 0) == (0, False)
+    side.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: [[1, 2, 3]]), 0)
+    assert side.build_connector_meta(NOTHING) == Step()
+    side.update_connector_output(KVConnectorOutput(), Reports())
+    assert side.request_finished_all_groups(asked, ()) == (
+        False,
+        {"num_kvkeep_extra_cached_tokens": 0},
+    )
+    assert side.reset_cache() is True
     assert side.stats() is None and side.take_events() == ()
     side.close()
 

@@ -16,6 +16,7 @@ pytest.importorskip(
 from engine_parts import Engine, answer_to, request
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Reports
@@ -139,13 +140,12 @@ def test_a_store_that_cannot_be_prepared_at_a_requests_end_leaves_nothing(
 def test_stats_count_and_start_anew(engine: Engine) -> None:
     side = engine.half
     side.stats()
-    side.arrive(request(PROMPT, "x"))
-    side.arrive(request(PROMPT, "y", sampling={"skip_reading_prefix_cache": True}))
+    side.on_new_request(request(PROMPT, "x"))
+    side.on_new_request(request(PROMPT, "y", sampling={"skip_reading_prefix_cache": True}))
     stats = side.stats()
     assert stats is not None and stats.data == {"lookups": 1, "connected": 1}
     assert side.stats() is None
-    for name in ("x", "y"):
-        side._forget(name)
+    side.reset_cache()
 
 
 def test_salts_that_are_none_are_served_without_the_cache(engine: Engine) -> None:
@@ -181,9 +181,9 @@ def test_an_outage_that_all_ranks_and_the_scheduler_see_is_said_once(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def hear(outages: Any) -> None:
-        engine.half.end_step(KVConnectorOutput(), Reports(outages=outages))
+        engine.half.update_connector_output(KVConnectorOutput(), Reports(outages=outages))
 
-    own = Outage(engine.half._options.address)
+    own = Outage(ClientOptions().address)
     with caplog.at_level(logging.INFO, "kvkeep"):
         hear({0: ("it has fallen silent", ""), 1: ("it has fallen silent", "")})
         own.begin("it has fallen silent", "")

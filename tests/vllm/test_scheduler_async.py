@@ -88,12 +88,12 @@ class Life:
         self.engine.worker.hasty = lambda: self.chance.random() < 0.5
         self.engine.is_told = lambda: self.chance.random() < 0.9
         self.in_step = 0
-        if (worker := self.engine.rank._worker) is not None:
+        if (worker := self.engine.rank.half) is not None:
             load_now = worker.load_now
 
-            def spy(request_id: str, job: int, load: Any) -> Any:
+            def spy(request_id: str, load: Any) -> Any:
                 self.in_step += 1
-                return load_now(request_id, job, load)
+                return load_now(request_id, load)
 
             worker.load_now = spy  # type: ignore[method-assign]
         self.asked: dict[str, Request] = {}
@@ -148,10 +148,8 @@ class Life:
         )
         self.engine.settle()
         self.engine.check_nothing_left()
-        worker = self.engine.rank._worker
-        assert worker is not None
-        assert not (
-            worker._loading or worker._reports or worker.received or worker.invalid or worker.failed
+        assert repr(self.engine.rank.half).startswith(
+            "WorkerSide(loading=[], reports=0, untold=[], invalid=[],"
         )
 
 
@@ -165,8 +163,7 @@ def test_whatever_comes_each_load_is_told_once(
     loads = told = in_step = 0
     for seed in SEEDS:
         life = Life(seed, specs, mode)
-        requests = life.engine.half
-        assert requests is not None and (requests._worker is None) == apart
+        assert f"joined={not apart}" in repr(life.engine.rank.half)
         life.live()
         life.check()
         loads += len(life.engine.worker.loads)

@@ -16,6 +16,10 @@ pytest.importorskip(
 from engine_parts import Engine, answer_to, request
 
 import kvkeep.connector.planner
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.connector.step import StepMetadata
+from kvkeep.vllm import versions
+from kvkeep.vllm.connector import KVKeepConnector
 
 A, B = list(range(100, 122)), list(range(300, 322))
 
@@ -75,7 +79,7 @@ def test_if_even_that_fails_they_go_with_no_later_step(
     engine = with_a_store_that_waits(make)
     with monkeypatch.context() as patched:
         patched.setattr(engine.side.costs, "begin_step", fails())
-        patched.setattr(engine.side._cache, "finish_conversation", fails())
+        patched.setattr(SchedulerAdapter, "finish_conversation", fails())
         engine.add(request(B, "b", max_tokens=6))
         engine.step()
     assert not engine.side.has_stores
@@ -88,16 +92,20 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Before 0.30 vLLM shows a request's blocks once, and the tables are our own."""
+    bind = KVKeepConnector.bind_gpu_block_pool
+    monkeypatch.setattr(
+        KVKeepConnector,
+        "bind_kv_cache_manager",
+        lambda self, manager: bind(self, manager.block_pool),
+    )
     engine = make()
     requests = engine.half
-    assert requests is not None
-    requests._tables.manager = None
     owner: Any = {
         "correct": requests.step_loads,
-        "grown": requests._tables,
+        "grown": versions.BlockTables,
         "begin_step": engine.side.costs,
     }[where]
-    build, lost = requests.build_step, list[Any]()
+    build, lost = requests.build_connector_meta, list[Any]()
 
     def lose_one(scheduled: Any) -> Any:
         grows = any(scheduled.scheduled_cached_reqs.new_block_ids)
@@ -107,7 +115,7 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
                 patched.setattr(owner, where, fails())
             return build(scheduled)
 
-    monkeypatch.setattr(requests, "build_step", lose_one)
+    monkeypatch.setattr(requests, "build_connector_meta", lose_one)
     engine.run(request(A, "a", max_tokens=40))
     assert lost and engine.answers["a"] == answer_to(A, 40)
     check_right(make(num_blocks=96), A, 40)
@@ -117,7 +125,7 @@ def test_a_worker_that_cannot_begin_a_steps_stores_saves_blocks_all_the_same(
     make: Callable[..., Engine],
 ) -> None:
     engine = make(num_blocks=8)
-    worker = engine.rank._worker
+    worker = engine.rank.half
     assert worker is not None
     engine.worker.holds = True
     engine.add(request(A, "a", max_tokens=1))
@@ -125,7 +133,7 @@ def test_a_worker_that_cannot_begin_a_steps_stores_saves_blocks_all_the_same(
     engine.is_told = lambda: False
     engine.add(request([7, 8, 9], "x", max_tokens=8))
     engine.step()
-    assert worker._unfinished is not None
+    assert "computes=True" in repr(worker)
     engine.add(request(B, "b", max_tokens=1))
     with mock.patch.object(engine.worker, "store_all", fails()):  # called when the next step comes
         engine.step()
@@ -158,22 +166,21 @@ def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(
 ) -> None:
     make().run(request(A, "a", max_tokens=1))
     engine, turn, failed = make(), [*A, 5], list[str]()
-    among = engine.side._readers.among
 
-    def fails_once(blocks: Any) -> Any:
-        if engine.side._loads and not failed:
+    def fails_once(loads: Any, *jobs: Any) -> StepMetadata:
+        if loads and not failed:
             failed.append("x")
             raise MemoryError
-        return among(blocks)
+        return StepMetadata(loads, *jobs)
 
-    with mock.patch.object(engine.side._readers, "among", fails_once):
+    with mock.patch.object(kvkeep.connector.planner, "StepMetadata", fails_once):
         engine.run(request(turn, "x", max_tokens=2))
     assert failed and engine.answers["x"] == answer_to(turn, 2) and engine.side.idle
 
 
 def test_stores_are_over_if_their_step_cannot_be_made(make: Callable[..., Engine]) -> None:
     engine = with_a_store_that_waits(make)
-    with mock.patch.object(engine.side._readers, "add", fails()):
+    with mock.patch.object(kvkeep.connector.planner, "StepMetadata", fails()):
         engine.step()
     engine.settle()
     assert engine.side.idle

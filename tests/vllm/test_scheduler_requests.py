@@ -19,6 +19,7 @@ pytest.importorskip(
 from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
 
+import kvkeep.connector.planner
 from kvkeep.connector.file_hashes import hashes_of_user
 from kvkeep.vllm.versions import hashes_are_stable
 from kvkeep_lab.simulation.cache import SimulatedCache
@@ -176,10 +177,11 @@ def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
     engine.half.events._enabled = True
     engine.add(request(PROMPT, "a", max_tokens=1))
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side._readers, "add", mock.Mock(side_effect=MemoryError))
+        failing = mock.Mock(side_effect=MemoryError)
+        patched.setattr(kvkeep.connector.planner, "StepMetadata", failing)
         patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
         engine.step()
-    assert engine.side.idle and not stored(engine) and not engine.half.events._jobs
+    assert engine.side.idle and not stored(engine) and "jobs=0" in repr(engine.half.events)
     engine.run(request(PROMPT[::-1], "b"))
     assert engine.answers["b"] == answer_to(PROMPT[::-1])
     other = make(num_blocks=32).run(request(PROMPT, "c", params=COUNT), request(PROMPT[::-1], "d"))

@@ -118,6 +118,23 @@ def test_others_run_while_one_waits(make: Callable[..., Engine]) -> None:
     assert (engine.answers["b"], engine.answers["c"]) == (answer_to(PROMPT), answer_to(OTHER, 20))
 
 
+def test_others_run_while_one_waits_for_blocks_from_a_tier(
+    make: Callable[..., Engine], cache: SimulatedCache
+) -> None:
+    tiers = cache.add_tier(block_ms=4)
+    engine = filled(make)
+    assert tiers.take_down() > 0
+    asked = request(PROMPT, "b", params=COUNT)
+    engine.add(asked, request(OTHER, "c", max_tokens=20))
+    for _ in range(8):
+        engine.step()
+        assert asked.status.name == "WAITING", "it has no blocks yet, and holds none of vLLM's"
+    assert engine.answers["c"] and not engine.answers["b"]
+    engine.run()
+    assert (engine.answers["b"], engine.answers["c"]) == (answer_to(PROMPT), answer_to(OTHER, 20))
+    assert counted(engine, "b") == 5 * BLOCK
+
+
 def test_two_requests_with_one_prefix_load_it_once(make: Callable[..., Engine]) -> None:
     engine = filled(make)
     engine.run(request(PROMPT, "b", params=COUNT), request([*PROMPT, 1, 2, 3], "c", params=COUNT))

@@ -4,7 +4,10 @@ metrics say so."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +17,8 @@ pytest.importorskip(
 
 from engine_parts import Engine, answer_to, request
 
-from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL
+import kvkeep.vllm.scheduler
+from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL, CostModel
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.vllm.stats import KVKeepStats
 from kvkeep_lab.simulation.cache import SimulatedCache
@@ -37,8 +41,9 @@ class Timed(Engine):
     begun_s = 0.0  # by loads of this step
 
     def __init__(self, cache: SimulatedCache, when: str = "faster") -> None:
-        super().__init__(cache, extra={"kvkeep.load_when": when})
-        self.side.costs._clock = lambda: self.now_s
+        model = partial(CostModel, clock=lambda: self.now_s)
+        with mock.patch.object(kvkeep.vllm.scheduler, "CostModel", model):
+            super().__init__(cache, extra={"kvkeep.load_when": when})
         self.stats = KVKeepStats()
         really_update = self.scheduler.update_from_output
 
@@ -59,16 +64,18 @@ class Timed(Engine):
 
         def poll() -> Any:
             finished = really_poll()
-            finished.seconds.update({job: loads_s[job] for job in finished.loaded})
+            finished.loads.update(
+                {job: replace(end, seconds=loads_s[job]) for job, end in finished.loads.items()}
+            )
             return finished
 
         self.worker.load, self.worker.poll = load, poll  # type: ignore[method-assign]
 
-    def _results(self, scheduled: Any) -> Any:
+    def results(self, scheduled: Any) -> Any:
         self.now_s += TOKEN_S * scheduled.total_num_scheduled_tokens
         self.now_s += self.begun_s
         self.begun_s = 0.0
-        return super()._results(scheduled)
+        return super().results(scheduled)
 
     def serve(self, number: int) -> int:
         """How many tokens the cache gave this prompt, whose answer is right."""
@@ -143,6 +150,5 @@ def test_each_step_is_measured_also_where_nothing_is_reported(cache: SimulatedCa
     engine = Timed(cache)
     for number in range(200, 206):
         engine.serve(number)
-    assert len(engine.side.costs._steps) == 0
-    assert len(engine.side.costs._prefills) == 6
+    assert repr(engine.side.costs).startswith("CostModel(steps=0, loads=0, prefills=6,")
     end(engine)

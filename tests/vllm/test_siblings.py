@@ -93,8 +93,8 @@ class SiblingEngine(Engine):
         with self._in_process():
             return super().step(delivers)
 
-    def _results(self, scheduled: Any) -> KVConnectorOutput:
-        output = super()._results(scheduled)
+    def results(self, scheduled: Any) -> KVConnectorOutput:
+        output = super().results(scheduled)
         if self.apart and output.kv_connector_worker_meta is not None:
             own: Reports = next(
                 each
@@ -105,11 +105,11 @@ class SiblingEngine(Engine):
                 own.handshakes = [replace(each, name="") for each in own.handshakes]
         return output
 
-    def _check(
+    def check_kv(
         self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str
     ) -> None:
         if not shelf.Shelf.fails:
-            super()._check(kv, table, values, places, name)
+            super().check_kv(kv, table, values, places, name)
 
     @property
     def shelf(self) -> Any:

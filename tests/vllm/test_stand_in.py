@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvkeep.vllm
+from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in
 from kvkeep.vllm.connector import KVKeepConnector
 
@@ -109,3 +110,22 @@ def test_a_class_that_is_found_by_its_module_is_known_by_name_too(theirs: Any) -
     del KVConnectorFactory._registry["KVKeepConnector"]
     assert kvkeep.vllm.KVKeepConnector is KVKeepConnector
     assert KVConnectorFactory.get_connector_class_by_name("KVKeepConnector") is KVKeepConnector
+
+
+def test_a_wrong_key_is_refused_when_vllm_asks_for_the_class(
+    theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does so while it checks its options; it makes the connector when the model is there."""
+    monkeypatch.setattr(
+        KVConnectorFactory,
+        "get_connector_class",
+        KVConnectorFactory.__dict__["get_connector_class"],
+    )
+    kvkeep.vllm.register()
+    kvkeep.vllm.register()
+    transfer = vllm_config().kv_transfer_config
+    transfer.kv_connector = "KVKeepConnector"
+    assert KVConnectorFactory.supports_hma_config(transfer)
+    transfer.kv_connector_extra_config = {"kvkeep.adress": "tcp://127.0.0.1:1"}
+    with pytest.raises(SettingsError, match=r"unknown key 'kvkeep\.adress'"):
+        KVConnectorFactory.supports_hma_config(transfer)

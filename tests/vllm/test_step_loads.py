@@ -23,6 +23,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+import kvkeep.vllm.step_loads
+from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.vllm.scheduler import SchedulerConnector
 from kvkeep.vllm.step_loads import LARGEST_BYTES, LONGEST_S
 from kvkeep_lab.simulation.cache import SimulatedCache
@@ -84,7 +86,7 @@ def test_it_is_loaded_and_computed_in_one_step(engine: Engine) -> None:
     assert first_work(engine, request(PROMPT, "b", params=COUNT)) == {"b": 3}
     assert engine.run().answers["b"] == answer_to(PROMPT)
     assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
-    assert side_of(engine).step_loads._short == {}
+    assert repr(side_of(engine).step_loads) == "StepLoads(short=[])"
 
 
 @pytest.mark.parametrize("bad", [[], [0], [4]])
@@ -107,7 +109,6 @@ def test_the_rest_may_be_longer_than_a_step(cache: SimulatedCache) -> None:
 
 
 def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
-    side = side_of(engine)
     took: list[float | None] = []
     end_load = engine.side.costs.end_load
 
@@ -118,7 +119,6 @@ def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
     engine.side.costs.end_load = spy
     for _ in range(4):
         engine.run(request(PROMPT)).forget()
-        side.step_loads._not_before_s = 0.0
     assert len(took) == 4 and engine.side.costs.expected_s(5) == pytest.approx(0.25)
     before = len(engine.worker.loads)
     engine.add(asked := request(PROMPT))
@@ -130,7 +130,9 @@ def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
     assert len(engine.worker.loads) == before + 1
 
 
-def test_how_long_is_known_or_it_is_not_large(engine: Engine) -> None:
+def test_how_long_is_known_or_it_is_not_large(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads = side_of(engine).step_loads
     assert loads.is_short(None, LARGEST_BYTES) and not loads.is_short(None, LARGEST_BYTES + 1)
     assert loads.is_short(LONGEST_S / 2, 1 << 40) and not loads.is_short(LONGEST_S, 1)
@@ -138,7 +140,8 @@ def test_how_long_is_known_or_it_is_not_large(engine: Engine) -> None:
     assert loads.is_short(None, 1)
     loads.took(2 * LONGEST_S)
     assert not loads.is_short(None, 1), "not for a while"
-    loads._not_before_s = time.monotonic()
+    later_s = time.monotonic() + 61
+    monkeypatch.setattr(kvkeep.vllm.step_loads.time, "monotonic", lambda: later_s)
     assert loads.is_short(None, 1)
 
 
@@ -234,36 +237,34 @@ def test_what_could_not_be_fetched_yet_is_tried_again(
 
 
 def end(side: SchedulerConnector, asked: Any) -> None:
-    side.finish_request(asked)
+    side.request_finished_all_groups(asked, ())
 
 
 def reset(side: SchedulerConnector, asked: Any) -> None:
-    side.reset()
+    side.reset_cache()
 
 
 def allocate_for_nothing(side: SchedulerConnector, asked: Any) -> None:
-    side.allocated(asked, [[1, 2, 3, 4, 5, 6]], 0)
+    side.update_state_after_alloc(
+        asked, SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4, 5, 6]]), 0
+    )
 
 
-def change_tokens(side: SchedulerConnector, asked: Any) -> None:
-    side._forget(asked.request_id)
-
-
-@pytest.mark.parametrize("what", [end, reset, allocate_for_nothing, change_tokens])
+@pytest.mark.parametrize("what", [end, reset, allocate_for_nothing])
 def test_it_goes_before_the_lease_of_its_slots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, what: Any
 ) -> None:
-    side, asked, let_go = side_of(engine), request(PROMPT, "b"), engine.side._release
+    side, asked, let_go = side_of(engine), request(PROMPT, "b"), SchedulerAdapter.release
     engine.add(asked)
     engine.cache.pass_time(1)
-    assert side.lookup(asked, 0) and engine.worker.ahead is not None
+    assert side.get_num_new_matched_tokens(asked, 0)[0] and engine.worker.ahead is not None
 
-    def spy(state: Any) -> None:
+    def spy(*lookup: Any) -> None:
         assert engine.worker.ahead is None
-        let_go(state)
+        let_go(*lookup)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side, "_release", spy)
+        patched.setattr(SchedulerAdapter, "release", spy)
         what(side, asked)
     assert engine.worker.ahead is None
     engine.abort("b")

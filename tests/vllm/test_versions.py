@@ -24,6 +24,7 @@ from vllm.v1.request import Request
 
 import vllm
 from kvkeep.vllm import versions
+from kvkeep.vllm.connector import KVKeepConnector
 from kvkeep_lab.simulation.cache import SimulatedCache
 
 found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
@@ -213,11 +214,17 @@ def test_a_manager_knows_best() -> None:
 
 
 @pytest.mark.parametrize("budget", [2 * BLOCK, 3 * BLOCK, 64])
-def test_tables_that_are_kept_here_are_those_of_the_manager(budget: int) -> None:
+def test_tables_that_are_kept_here_are_those_of_the_manager(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = KVKeepConnector.bind_gpu_block_pool
+    monkeypatch.setattr(
+        KVKeepConnector,
+        "bind_kv_cache_manager",
+        lambda self, manager: bind(self, manager.block_pool),
+    )
     engine = Engine(SimulatedCache(seed=1), budget=budget)
     requests = engine.half
-    assert requests is not None
-    requests._tables.manager = None
     engine.add(request(range(30), "a", max_tokens=20), request(range(100, 107), "b", max_tokens=20))
     while engine.scheduler.requests:
         for name in (

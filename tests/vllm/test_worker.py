@@ -23,7 +23,7 @@ from engine_parts import cache_config, cpu_layer, full, one_rank, vllm_config
 import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
@@ -96,7 +96,7 @@ STORE = StoreRequest("default", b"", bytes(KEY_BYTES), np.array([1]))
 
 def side(pieces: GroupLayout = WHOLE) -> tuple[WorkerSide, Recording]:
     made, adapter = WorkerSide(None, None, ClientOptions()), Recording()
-    made._adapter, made._pieces = adapter, pieces  # type: ignore[assignment]
+    made.adapter, made._pieces = adapter, pieces  # type: ignore[assignment]
     return made, adapter
 
 
@@ -119,10 +119,10 @@ def test_what_must_be_read_is_read_before_anything_is_overwritten() -> None:
     step = Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7, 8], {1: "a"}))
     worker.begin(step)
     assert adapter.calls == [("store", 2), ("withdraw", [7, 8]), ("load", 1)]
-    worker.finish()
+    worker.wait_for_save()
     assert adapter.calls[3:] == [("store", 3)]
     worker.begin(Step())
-    worker.finish()
+    worker.wait_for_save()
     assert len(adapter.calls) == 4
     worker.close()
     assert adapter.calls[4:] == [("close", None)]
@@ -131,7 +131,7 @@ def test_what_must_be_read_is_read_before_anything_is_overwritten() -> None:
 def test_vllm_writes_between_the_saving_of_blocks_and_the_loads() -> None:
     worker, adapter = side()
     step = Step(StepMetadata({1: load(5)}, {2: STORE}, {}, [7, 8], {1: "a"}))
-    worker.save(step)
+    worker.handle_preemptions(step)
     assert adapter.calls == [("store", 2), ("withdraw", [7, 8])]
     worker.begin(step)
     assert adapter.calls[2:] == [("load", 1)], (
@@ -160,47 +160,40 @@ def test_a_load_is_told_once_when_it_has_ended() -> None:
     loading(worker, a=1, b=2)
     worker.collect()
     assert worker.take_received() == (set(), set())
-    adapter.finished = Finished(3, loaded=[1])
+    adapter.finished = Finished(3, loads={1: LoadOutcome()})
     worker.collect()
     assert worker.take_received() == ({"a"}, set())
     worker.collect()
     assert worker.take_received() == (set(), set())
-    adapter.finished = Finished(3, loaded=[2])
+    adapter.finished = Finished(3, loads={2: LoadOutcome()})
     worker.collect()
-    assert (worker.take_received(), worker.take_invalid()) == (({"b"}, set()), set())
-    assert not worker._loading
+    assert (worker.take_received(), worker.get_block_ids_with_load_errors()) == (
+        ({"b"}, set()),
+        set(),
+    )
+    assert "loading=[]" in repr(worker)
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
 def test_a_failed_load_is_told_by_blocks_or_by_request(pieces: GroupLayout) -> None:
     worker, adapter = side(pieces)
     loading(worker, a=1, b=2)
-    adapter.finished = Finished(3, loaded=[1, 2], failed={1: [5, 6]})
+    adapter.finished = Finished(3, loads={1: LoadOutcome(frozenset({5, 6})), 2: LoadOutcome()})
     worker.collect()
     assert worker.take_received() == ({"a", "b"}, set() if pieces.whole else {"a"})
-    assert worker.take_invalid() == ({5, 6} if pieces.whole else set())
-    assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
-
-
-@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_bad_news_may_come_before_the_end(pieces: GroupLayout) -> None:
-    worker, adapter = side(pieces)
-    loading(worker, a=1)
-    adapter.finished = Finished(3, failed={1: [5]})
-    worker.collect()
-    received, _ = worker.take_received()
-    assert not received
-    adapter.finished = Finished(3, loaded=[1])
-    worker.collect()
-    assert worker.take_received()[0] == {"a"}
+    assert worker.get_block_ids_with_load_errors() == ({5, 6} if pieces.whole else set())
+    assert (
+        worker.take_received() == (set(), set())
+        and worker.get_block_ids_with_load_errors() == set()
+    )
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
 def test_a_load_that_could_not_be_prepared_has_failed(pieces: GroupLayout) -> None:
     worker, _ = side(pieces)
-    worker.begin(Step(lost={"a": [3, 4]}))
+    worker.begin(Step(lost={"a": LoadOutcome(frozenset({3, 4}))}))
     assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
-    assert worker.take_invalid() == ({3, 4} if pieces.whole else set())
+    assert worker.get_block_ids_with_load_errors() == ({3, 4} if pieces.whole else set())
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
@@ -210,7 +203,7 @@ def test_loads_of_a_step_that_cannot_be_begun_have_failed(pieces: GroupLayout) -
     worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
     assert ("withdraw", None) not in adapter.calls and worker.faults == 1
     assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
-    assert worker.take_invalid() == ({5, 6} if pieces.whole else set())
+    assert worker.get_block_ids_with_load_errors() == ({5, 6} if pieces.whole else set())
 
 
 def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
@@ -218,14 +211,12 @@ def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
     adapter.raises = {"store", "load"}
     worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {3: STORE}, [], {1: "a"})))
     assert ("withdraw", None) in adapter.calls
-    worker.finish()
+    worker.wait_for_save()
     worker.collect()
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert reports is not None, "or the scheduler waits for these jobs for ever"
-    assert {job for report in reports.finished for job in report.loaded} == {1}
-    assert {job: ids for report in reports.finished for job, ids in report.failed.items()} == {
-        1: [5, 6]
-    }
+    loads = {job: end for report in reports.finished for job, end in report.loads.items()}
+    assert loads == {1: LoadOutcome(frozenset({5, 6}))}
     assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {
         2,
         3,
@@ -245,9 +236,9 @@ def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further(
 
     adapter.store = store  # type: ignore[method-assign]
     worker.begin(Step(StepMetadata(stores_after={3: STORE, 4: STORE, 5: STORE})))
-    worker.finish()
+    worker.wait_for_save()
     assert adapter.calls == [("store", 3), ("store", 4), ("withdraw", None)]
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert reports is not None
     assert [(report.stored, report.incomplete) for report in reports.finished] == [
         ({3: 0, 4: 0, 5: 0}, [3, 4, 5])
@@ -260,9 +251,9 @@ def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further(
 
 def test_reports_and_stats_are_what_has_ended_since() -> None:
     worker, adapter = side()
-    assert worker.take_reports() is None and worker.stats() is None
+    assert worker.build_connector_worker_meta() is None and worker.stats() is None
     loading(worker, a=1)
-    adapter.finished = Finished(3, {4: 2, 5: 0}, [5], [1], {1: [9]}, 6)
+    adapter.finished = Finished(3, {4: 2, 5: 0}, [5], {1: LoadOutcome(frozenset({9}))}, 6)
     worker.collect()
     worker.collect()
     stats = worker.stats()
@@ -275,9 +266,9 @@ def test_reports_and_stats_are_what_has_ended_since() -> None:
         "connected": 1,
     }
     assert stats.data == expected
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert reports is not None and len(reports.finished) == 1 and reports.finished[0].rank == 3
-    assert worker.take_reports() is None and worker.stats() is None
+    assert worker.build_connector_worker_meta() is None and worker.stats() is None
 
 
 # --- a scheduler in the same process --------------------------------------------------------------
@@ -287,15 +278,15 @@ def test_what_went_well_is_handed_over_once_and_not_with_a_steps_results() -> No
     worker, adapter = side()
     worker.join()
     loading(worker, a=1, b=2)
-    adapter.finished = Finished(3, {4: 2}, [], [1])
+    adapter.finished = Finished(3, {4: 2}, [], {1: LoadOutcome()})
     worker.collect()
     assert worker.take_received() == (set(), set()), "it waits for whoever asks"
-    assert worker.hand_over() == ({"a"}, [Finished(3, {4: 2}, [], [1])])
-    assert worker.hand_over() == (set(), [])
+    assert worker.hand_over() == [Finished(3, {4: 2}, [], {1: LoadOutcome()})]
+    assert worker.hand_over() == []
     worker.collect()
     assert worker.take_received() == (set(), set()) and worker.stats() is None
-    adapter.finished = Finished(3, loaded=[2])
-    assert worker.hand_over() == ({"b"}, [Finished(3, loaded=[2])])
+    adapter.finished = Finished(3, loads={2: LoadOutcome()})
+    assert worker.hand_over() == [Finished(3, loads={2: LoadOutcome()})]
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
@@ -303,8 +294,9 @@ def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Grou
     worker, adapter = side(pieces)
     worker.join()
     loading(worker, a=1, b=2)
-    adapter.finished = Finished(3, {4: 2}, [], [1, 2], {2: [2]})
-    assert worker.hand_over() == (set(), [])
+    ended = Finished(3, {4: 2}, [], {1: LoadOutcome(), 2: LoadOutcome(frozenset({2}))})
+    adapter.finished = ended
+    assert worker.hand_over() == []
     worker.collect()
     stats = worker.stats()
     assert stats is not None and stats.data == {
@@ -314,17 +306,17 @@ def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Grou
     }
     whole = pieces is WHOLE
     assert worker.take_received() == ({"a", "b"}, set() if whole else {"b"})
-    assert worker.take_invalid() == ({2} if whole else set())
-    reports = worker.take_reports()
-    assert reports is not None and reports.finished == [Finished(3, {4: 2}, [], [1, 2], {2: [2]})]
-    assert worker.hand_over() == (set(), [])
+    assert worker.get_block_ids_with_load_errors() == ({2} if whole else set())
+    reports = worker.build_connector_worker_meta()
+    assert reports is not None and reports.finished == [ended]
+    assert worker.hand_over() == []
 
 
 def test_results_are_never_empty_for_a_scheduler_that_is_to_ask() -> None:
     worker, _ = side()
-    assert worker.take_reports() is None
+    assert worker.build_connector_worker_meta() is None
     worker.join()
-    assert worker.take_reports() == Reports([])
+    assert worker.build_connector_worker_meta() == Reports([])
 
 
 def test_a_handshake_that_was_not_told_at_start_up_comes_with_the_first_reports_and_once(
@@ -334,15 +326,15 @@ def test_a_handshake_that_was_not_told_at_start_up_comes_with_the_first_reports_
     ours."""
     alone, child = registered(full()), registered(full())
     assert alone.handshake is not None and alone.first_handshake() is alone.handshake
-    assert alone.take_reports() is None
+    assert alone.build_connector_worker_meta() is None
     monkeypatch.setattr(kvkeep.vllm.worker, "is_child", lambda worker: worker is child)
     child._siblings = ("NixlConnector",)
     assert child.first_handshake() is None
-    reports = child.take_reports()
+    reports = child.build_connector_worker_meta()
     assert reports is not None and reports.finished == []
     [told] = reports.handshakes
     assert told.shape == alone.handshake.shape and told.siblings == ("NixlConnector",)
-    assert child.take_reports() is None
+    assert child.build_connector_worker_meta() is None
 
 
 def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() -> None:
@@ -359,7 +351,7 @@ def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() 
 def test_a_rank_that_others_wait_for_waits_for_nobody() -> None:
     for size in (1, 2):
         worker = registered(full(), engines=size)
-        adapter: Any = worker._adapter
+        adapter: Any = worker.adapter
         loading(worker, a=1)
         for _ in range(2):
             worker.begin(Step(idle=True))
@@ -385,7 +377,7 @@ def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_tw
         waits.append(any(what == "wait" for what, _ in adapter.calls))
         adapter.calls.clear()
     assert waits == [False, False, False, True], "the tokens of the last step go out first"
-    adapter.finished = Finished(3, loaded=[1])
+    adapter.finished = Finished(3, loads={1: LoadOutcome()})
     ask()
     adapter.calls.clear()
     worker.begin(Step(idle=True))
@@ -435,7 +427,7 @@ def registered(
     )
     config.kv_transfer_config.kv_connector_extra_config |= extra or {}
     with one_rank():
-        worker.register(layers if kv is None else kv)
+        worker.register_kv_caches(layers if kv is None else kv)
         yield_to(worker)
     return worker
 
@@ -463,10 +455,13 @@ def test_a_worker_that_refused_does_nothing_and_answers_all_the_same() -> None:
     worker = registered(full(non_causal=True))
     assert worker.first_handshake() is worker.handshake is not None
     worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
-    worker.finish()
+    worker.wait_for_save()
     worker.collect()
-    assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
-    assert worker.take_reports() is None and worker.stats() is None
+    assert (
+        worker.take_received() == (set(), set())
+        and worker.get_block_ids_with_load_errors() == set()
+    )
+    assert worker.build_connector_worker_meta() is None and worker.stats() is None
     worker.close()
 
 
@@ -516,8 +511,8 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
         )
         assert worker.first_handshake() == worker.handshake
         worker.begin(Step())
-        worker.finish()
-        assert worker.take_reports() is None and worker.handshake.shape is None
+        worker.wait_for_save()
+        assert worker.build_connector_worker_meta() is None and worker.handshake.shape is None
         hashing.end(value, problem)
 
     patience = mock.patch.object(kvkeep.vllm.worker, "_HASH_PATIENCE_S", 0)
@@ -531,7 +526,7 @@ def test_weights_that_become_known_later_start_the_worker_with_the_next_step() -
         "nothing changes between two steps"
     )
     worker.begin(Step())
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert reports is not None and len(reports.handshakes) == 1
     (handshake,) = reports.handshakes
     assert (
@@ -539,13 +534,13 @@ def test_weights_that_become_known_later_start_the_worker_with_the_next_step() -
     )
     assert handshake.shape.identity.revision == "abc"
     worker.begin(Step())
-    assert worker.take_reports() is None, "once"
+    assert worker.build_connector_worker_meta() is None, "once"
 
 
 def test_weights_that_stay_unknown_are_refused_with_the_next_step() -> None:
     worker = starting_late(None, "a file cannot be read")
     worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert reports is not None and reports.handshakes[0].shape is None
     assert "a file cannot be read" in reports.handshakes[0].refusal
     assert "kvkeep.revision" in reports.handshakes[0].refusal
@@ -555,7 +550,7 @@ def test_a_worker_that_is_closed_before_its_weights_are_known_starts_nothing() -
     worker = starting_late("abc")
     worker.close()
     worker.begin(Step())
-    assert worker._adapter is None and worker.handshake is not None and worker.handshake.is_pending
+    assert worker.adapter is None and worker.handshake is not None and worker.handshake.is_pending
 
 
 def test_a_late_start_that_fails_is_told_and_counted() -> None:
@@ -564,7 +559,7 @@ def test_a_late_start_that_fails_is_told_and_counted() -> None:
         kvkeep.vllm.worker, "shape_of", side_effect=ValueError("as the test says")
     ):
         worker.begin(Step())
-    reports = worker.take_reports()
+    reports = worker.build_connector_worker_meta()
     assert (
         reports is not None
         and "as the test says" in reports.handshakes[0].refusal

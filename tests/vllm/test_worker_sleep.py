@@ -67,8 +67,8 @@ class SleepyEngine(Engine):
 
     @property
     def adapter(self) -> Any:
-        assert self.rank._worker is not None and self.rank._worker._adapter is not None
-        return self.rank._worker._adapter
+        assert self.rank.half.adapter is not None
+        return self.rank.half.adapter
 
     @property
     def handshake(self) -> Any:
@@ -288,7 +288,7 @@ def test_a_load_that_has_ended_and_was_not_told_has_failed_too(start: Start) -> 
     engine.forget()
     asked = request(PROMPT, params={KEY: True})
     engine.add(asked)
-    while not engine.rank._worker._loading:  # type: ignore[union-attr]
+    while "loading=[]" in repr(engine.rank.half):
         with mock.patch.object(engine.adapter, "poll", side_effect=Finished):
             engine.step()
     wait_until(lambda: not engine.adapter.jobs.loads)
@@ -326,7 +326,7 @@ def test_an_engine_whose_tensors_are_others_after_it_slept_is_served_without_the
     for layer, old in zip(engine.kv.values(), engine.old, strict=True):
         layer.data = torch.full((old.shape[0], 2 * BLOCK), GARBAGE, dtype=torch.int32)
     engine.rank.restore_kv_caches()
-    assert engine.rank._worker is not None and engine.rank._worker.faults == 1
+    assert engine.rank.half is not None and engine.rank.half.faults == 1
     for name, old in zip(engine.kv, engine.old, strict=True):
         engine.kv[name] = torch.full_like(old, GARBAGE)
     if is_child:
@@ -351,7 +351,7 @@ def test_if_it_cannot_be_unregistered_nothing_is_copied_any_more(
         engine.take_memory()
     assert "could not be unregistered" in caplog.text
     assert not engine.adapter.connection.up, "it is closed"
-    assert engine.rank._worker is not None and engine.rank._worker.faults == 1
+    assert engine.rank.half is not None and engine.rank.half.faults == 1
     engine.give_memory()
     engine.shake_hands()
     assert "from now on this engine is served without the cache" in caplog.text

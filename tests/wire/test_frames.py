@@ -34,7 +34,10 @@ REQUESTS = [
     m.Ping(),
     m.OpenLayout(b"f" * 16, [100, 200]),
     m.Lookup("default", 1, b"k" * 32, 1),
+    m.Lookup("default", 1, b"k" * 32, 1, 200, 2),
+    m.Prefetch("default", 1, b"k" * 32),
     m.Release([1, 2, 2**64 - 1]),
+    m.ReportRequests([m.RequestReport("r", "default", [("loaded", 2), ("last", 1)], 40, 0, 8)]),
     m.Finish("default", LAYOUT, b"k" * 16),
     m.PrepareStore("default", 1, 0, b"p" * 16, b"k" * 32, 70, 5_000),
     m.CompleteStore(5, b"c" * 8),
@@ -49,6 +52,7 @@ REPLIES = [
     m.Done(3),
     m.LayoutOpened(1, 4096, [0, 128]),
     m.Found(2, b"s" * 16, b"c" * 16),
+    m.Found(2, b"s" * 16, b"c" * 16, 3, 40),
     m.Prepared(b"p" * 4, b"s" * 8, 1, False),
     m.Refused("bad_keys", "no keys", "keys", "send some"),
 ]

@@ -264,6 +264,20 @@ def test_one_that_is_closed_holds_nothing(ends: Ends) -> None:
     assert stream.held_bytes == 0 and stream.fileno() == -1
 
 
+def test_a_header_that_begins_at_the_end_of_a_large_message(ends: Ends) -> None:
+    """Wherever it is cut."""
+    stream, other = ends
+    large, small = raw(b"large", bytes(100_000), bytes(100_000)), raw(b"small")
+    for cut in range(1, len(small)):
+        other.sendall(large + small[:cut])
+        while not stream.has_next:
+            stream.read()
+        assert [len(frame) for frame in stream.next() or ()][1:] == [5, 100_000, 100_000]
+        other.sendall(small[cut:] + small)
+        assert [message[1] for message in all_of(stream)] == [b"small", b"small"]
+        assert stream.held_bytes == 0
+
+
 def test_half_a_message_is_one_that_has_gone_or_come_in_part(ends: Ends) -> None:
     stream, other = ends
     assert not stream.is_half

@@ -11,7 +11,7 @@ from kvkeep_lab.bench.turns import run
 def test_a_small_run_measures_every_operation(without_unit: Callable[..., list[str]]) -> None:
     result = run(blocks=8_192)
     rows = result["rows"]
-    assert len({row["operation"] for row in rows}) == len(rows) == 17
+    assert len({row["operation"] for row in rows}) == len(rows) == 19
     assert all(row["turns"] >= 1 and row["longest_ms"] >= 0 and row["blocks"] > 0 for row in rows)
     turns = {row["operation"]: row["turns"] for row in rows}
     assert turns["a bad block with all below it"] > 4 and turns["clear a tenant"] > 2, (

@@ -1,65 +1,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from kvkeep.store.table import WRITING
 from kvkeep_lab.chaos.client import ChaosClient, Stop
 from kvkeep_lab.chaos.plan import EngineItem, Plan, Rate
-from kvkeep_lab.chaos.run import ChaosRun
+from kvkeep_lab.chaos.run import ChaosRun, Cluster
 
 SHARED = [EngineItem(0, shared_memory=True, kept=True, longest_step_us=3_000)] * 2
 
 
-def in_the_first_store(run: ChaosRun, action: Callable[[ChaosClient], int]) -> None:
-    """Has this happen in the middle of the first copy into the pool."""
-    set_up = run._set_up
+def run_with_stop(
+    make_plan: Callable[..., Plan], action: Callable[[Cluster, ChaosClient], int]
+) -> None:
+    """Has this happen in the middle of the first copy into the pool. Nothing may be wrong."""
 
-    def and_stop(directory: Any) -> None:
-        set_up(directory)
-        run._clients[0].stops.append(Stop(action, in_store=True))
+    def prepare(cluster: Cluster) -> None:
+        stop = Stop(lambda client: action(cluster, client), in_store=True)
+        cluster.clients[0].stops.append(stop)
 
-    run._set_up = and_stop  # type: ignore[method-assign]
+    outcome = ChaosRun(make_plan(engines=SHARED), prepare=prepare).run()
+    assert not outcome.violation
 
 
 def test_a_crash_lets_go_of_the_locks_and_a_pause_does_not(make_plan: Callable[..., Plan]) -> None:
-    run = ChaosRun(make_plan(engines=SHARED))
-    held: list[tuple[str, int]] = []
+    held: dict[str, int] = {}
 
-    def look(when: str) -> None:
-        sessions = run._server.service.sessions.all()
-        held.append((when, sum(s.watch is not None and s.watch.is_held() for s in sessions)))
+    def stop(cluster: Cluster, client: ChaosClient) -> int:
+        def look(when: str) -> None:
+            watches = [session.watch for session in cluster.server.service.sessions.all()]
+            held[when] = sum(watch is not None and watch.is_held() for watch in watches)
 
-    def stop(client: ChaosClient) -> int:
         look("before")
         client.pause(50_000)
         look("paused")
-        held.append(("connections", len(client.connections)))
+        held["connections"] = len(client.connections)
         client.crash()
         look("crashed")
         return 1
 
-    in_the_first_store(run, stop)
-    outcome = run.run()
-    assert not outcome.violation
-    counts = dict(held)
-    assert counts["paused"] == counts["before"]
-    assert counts["crashed"] == counts["before"] - counts["connections"]
+    run_with_stop(make_plan, stop)
+    assert held["paused"] == held["before"]
+    assert held["crashed"] == held["before"] - held["connections"]
 
 
 def test_in_the_middle_of_a_store_its_slot_is_half_written(make_plan: Callable[..., Plan]) -> None:
     """And nobody else has it."""
-    run = ChaosRun(make_plan(engines=SHARED))
     writing: list[bool] = []
 
-    def stop(client: ChaosClient) -> int:
-        writing.append(bool((run._server.store.blocks.table.many.state == WRITING).any()))
+    def stop(cluster: Cluster, client: ChaosClient) -> int:
+        writing.append(bool((cluster.server.store.blocks.table.many.state == WRITING).any()))
         return 200_000
 
-    in_the_first_store(run, stop)
-    assert not run.run().violation
+    run_with_stop(make_plan, stop)
     assert writing == [True]
 
 

@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 import pytest
 
-from kvkeep_lab.chaos.plan import MOMENTS, Moment, Plan
+from kvkeep_lab.chaos.plan import DISK_MOMENTS, MOMENTS, DiskItem, Moment, Plan
 from kvkeep_lab.chaos.run import ChaosRun
 
 
-@pytest.mark.parametrize("fault", MOMENTS)
+@pytest.mark.parametrize("fault", [*MOMENTS, *DISK_MOMENTS])
 def test_every_fault_happens_is_counted_and_survived(
     make_plan: Callable[..., Plan], fault: str
 ) -> None:
     duration_ms = make_plan().duration_ms
     moments = [Moment(duration_ms * at // 8, fault, seed=at) for at in range(1, 7)]
-    outcome = ChaosRun(make_plan(*moments)).run()
+    disk = [DiskItem(8, "wait")] if fault in DISK_MOMENTS else []
+    outcome = ChaosRun(make_plan(*moments, *disk)).run()
     assert not outcome.violation
     assert outcome.faults.get(fault, 0) > 0
     assert any(fault.replace("_", " ") in line for line in outcome.story)

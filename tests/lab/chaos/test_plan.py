@@ -1,7 +1,20 @@
 from __future__ import annotations
 
 from kvkeep.engine.engine import Engine
-from kvkeep_lab.chaos.plan import FAULTS, MOMENTS, RATES, Arrival, EngineItem, Moment, Rate, draw
+from kvkeep_lab.chaos.plan import (
+    DISK_MOMENTS,
+    DISK_RATES,
+    FAULTS,
+    MANY,
+    MOMENTS,
+    RATES,
+    Arrival,
+    DiskItem,
+    EngineItem,
+    Moment,
+    Rate,
+    draw,
+)
 
 
 def test_a_seed_is_a_plan() -> None:
@@ -11,9 +24,24 @@ def test_a_seed_is_a_plan() -> None:
 
 def test_plans_contain_every_fault_sooner_or_later() -> None:
     items = [item for seed in range(60) for item in draw(seed).items]
-    assert {item.fault for item in items if isinstance(item, Rate)} == set(RATES)
-    assert {item.fault for item in items if isinstance(item, Moment)} == set(MOMENTS)
-    assert {*RATES, *MOMENTS} < set(FAULTS)
+    assert {item.fault for item in items if isinstance(item, Rate)} == {*RATES, *DISK_RATES}
+    assert {item.fault for item in items if isinstance(item, Moment)} == {
+        *MOMENTS,
+        *DISK_MOMENTS,
+    }
+    assert {*RATES, *DISK_RATES, *MOMENTS, *DISK_MOMENTS} < set(FAULTS)
+
+
+def test_about_a_quarter_of_the_plans_has_a_disk() -> None:
+    with_disk = [
+        seed for seed in range(60) if any(isinstance(item, DiskItem) for item in draw(seed).items)
+    ]
+    assert 9 <= len(with_disk) <= 21
+    for seed in set(range(60)) - set(with_disk):
+        assert not any(
+            isinstance(item, Rate | Moment) and item.fault in (*DISK_RATES, *DISK_MOMENTS)
+            for item in draw(seed).items
+        )
 
 
 def test_plans_differ_in_what_matters() -> None:
@@ -29,6 +57,15 @@ def test_plans_differ_in_what_matters() -> None:
     assert any(not any(isinstance(item, Rate | Moment) for item in plan.items) for plan in plans), (
         "some are calm"
     )
+
+
+def test_some_plans_have_many_faults_of_one_kind() -> None:
+    plans = [draw(seed) for seed in range(60)]
+    for fault, (count, _) in MANY.items():
+        faults = [
+            [getattr(item, "fault", "") for item in plan.items].count(fault) for plan in plans
+        ]
+        assert any(times >= count for times in faults) and min(faults) == 0
 
 
 def test_what_a_request_must_answer_is_what_an_engine_without_a_cache_answers() -> None:

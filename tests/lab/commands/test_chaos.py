@@ -92,7 +92,7 @@ def test_a_violation_is_told_as_a_short_story_with_the_way_to_replay_it(
 def test_a_story_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     chaos(seed=1, story=True, json=True)
     said = json.loads(capsys.readouterr().out)
-    assert said["runs"] == 1 and "serves, empty" in said["story"][0]
+    assert said["runs"] == 1 and "serves, empty" in "".join(said["story"][:2])
 
 
 def test_mutants_are_hunted(

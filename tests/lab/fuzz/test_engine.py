@@ -50,6 +50,7 @@ def test_answers_are_those_without_a_cache(model: str, seeds: int) -> None:
     assert {"loads", "stores", "failed_blocks", "bit_flips", "lost", "corrupted"} <= happened
     if model == "oracle":
         assert total(outcomes, "checked_bytes") > 0 and total(outcomes, "failed") > 0
+        assert total(outcomes, "promoted") > 0
 
 
 def test_the_same_seed_is_the_same_life() -> None:

@@ -1,0 +1,106 @@
+"""A plan has the figures of `kvkeep bench replay`, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvkeep.bench import replay
+from kvkeep.bench.plan import Costs, Plan, plan
+from kvkeep.bench.replay import Replayed
+from kvkeep.bench.traces import read_trace
+from kvkeep.errors import KVKeepError
+
+COSTS = Costs(block_tokens=100, token_bytes=1000, prefill_speed=1000, memory_speed=10_000_000)
+
+
+def conversations(folder: Path) -> str:
+    """Sixty users in turn, each of whom asks again with two more blocks."""
+    path, fresh = folder / "trace.jsonl", count()
+    said: dict[int, list[int]] = {}
+    lines = []
+    for number in range(600):
+        ids = said.setdefault(number * 7 % 60, [])
+        ids += [next(fresh), next(fresh)]
+        lines.append(json.dumps({"timestamp": number * 1000, "hash_ids": ids}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return conversations(tmp_path_factory.mktemp("trace"))
+
+
+@pytest.fixture(scope="module")
+def made(path: str) -> Plan:
+    return plan(path, read_trace(path), COSTS, [200, 1000, 5000], [1500])
+
+
+def test_every_row_agrees_with_bench_replay(path: str, made: Plan) -> None:
+    benched = {
+        (row["blocks"], row["disk_blocks"]): row["hit_rate"]
+        for row in replay.run(path, policy=("lru", "adaptive"), blocks=(200, 1000, 1500, 5000))[
+            "rows"
+        ]
+    }
+    ours = {(row.memory_blocks, row.disk_blocks): row.hit_rate for row in made.rows}
+    assert [*ours] == [(200, 0), (1000, 0), (5000, 0), (1000, 1500)]
+    assert ours == {size: benched[size] for size in ours}
+    assert ours[200, 0] < ours[1000, 0] < ours[5000, 0]
+
+
+def test_the_knee_is_where_memory_begins_to_bring_less(made: Plan) -> None:
+    assert [row.memory_blocks for row in made.rows if row.knee] == [1000]
+    shown = made.as_json()
+    assert shown["requests"] == 600 and shown["seconds"] == 599.0
+    assert {"memory_blocks", "disk_blocks", "hit_rate", "saved_s"} <= set(shown["rows"][0])
+    best = shown["recommendation"]
+    assert (best["memory_blocks"], best["disk_blocks"]) == (1000, 1500)
+    assert "Give the pool 95.37MiB" in best["words"] and "A disk of 143.05MiB" in best["words"]
+
+
+def test_a_found_block_saves_what_computing_takes_longer_than_loading() -> None:
+    assert COSTS.saved_by_block_s(COSTS.memory_speed) == pytest.approx(0.1 - 0.01)
+    assert COSTS.saved_by_block_s(100_000) == 0, "an engine computes what comes later than that"
+    slow_disk = Costs(100, 1000, 1000, 10_000_000, disk_speed=100_000)
+    assert slow_disk.saved_s(Replayed(hits=30, writes=0, in_memory=10)) == pytest.approx(0.9)
+
+
+def test_sizes_follow_from_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": n, "hash_ids": [n % 8]}) for n in range(64)))
+    made = plan(str(path), read_trace(str(path)), COSTS)
+    assert [(row.memory_blocks, row.disk_blocks) for row in made.rows] == [
+        *((blocks, 0) for blocks in (1, 2, 4, 8)),
+        *((8, blocks) for blocks in (2, 8)),
+    ]
+    assert made.rows[3].hit_rate == 56 / 64 and made.rows[3].knee
+    assert "A disk beside it brings nearly nothing more" in made.words
+
+
+@pytest.mark.parametrize(
+    ("ids", "costs", "words"),
+    [
+        ([0, 1, 2, 3], COSTS, "no cache of any size helps"),
+        ([0, 0, 0, 0], Costs(100, 1000, 1000, 100, 100), "longer than computing"),
+        ([0, 0, 1, 0], Costs(100, 1000, 1000, 10_000_000, 100), "it saves nothing, except after"),
+    ],
+)
+def test_where_a_cache_does_not_help_the_words_say_so(
+    tmp_path: Path, ids: list[int], costs: Costs, words: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": at, "hash_ids": [each]}) for at, each in enumerate(ids))
+    )
+    assert words in plan(str(path), read_trace(str(path)), costs, [4], [4]).words
+
+
+def test_a_replay_that_ends_early_is_an_error_with_its_reason(path: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone.jsonl"
+    with pytest.raises(KVKeepError, match="cannot read the trace"):
+        plan(str(gone), read_trace(path), COSTS, [10], [10])

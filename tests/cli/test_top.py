@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvkeep as package
+from kvkeep.cli.top import bar, screen, view
+from kvkeep.client.options import ClientOptions
+from kvkeep.testing.process import ServerProcess
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def drawn(said: dict[str, Any], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(screen(said))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_once_and_for_programs(kvkeep: Run, server: ServerProcess) -> None:
+    with package.connect(
+        server.address,
+        model="m",
+        revision="1",
+        block_tokens=1,
+        block_shape=(512,),
+        dtype="uint64",
+        required=True,
+        wait_ms=10_000,
+        options=ClientOptions(lookup_deadline_ms=10_000),
+    ) as cache:
+        assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
+        assert len(cache.get([1, 2, 3])) == 3
+        words = ("top", "--http", server.http, "--every", "0.1")
+        said = json.loads(kvkeep(*words, "--json").stdout)
+        assert said["blocks"] == 3 and said["found_share"] > 0
+        assert {"tokens_loaded", "tokens_computed", "saved_s"} <= set(said["figures"])
+        assert {"lookups", "stored_bytes", "saved_s"} <= set(said["rates"])
+        assert said["tenants"][0]["tenant"] == "default" and len(said["sessions"]) == 1
+        text = kvkeep(*words, "--once").stdout
+        assert "3 blocks" in text and "default" in text and "pool 64MiB" not in text
+        assert "lookups/s" in text and server.name in text
+
+
+def test_it_needs_a_terminal_or_once(kvkeep: Run, server: ServerProcess) -> None:
+    refused = kvkeep("top", "--http", server.http)
+    assert refused.returncode == 2 and "hint: use --once, or --json" in refused.stderr
+
+
+def test_without_a_server(kvkeep: Run) -> None:
+    assert kvkeep("top", "--http", "127.0.0.1:1", "--once").returncode == 3
+
+
+@pytest.fixture(scope="module")
+def real(server: ServerProcess) -> dict[str, Any]:
+    said: dict[str, Any] = server.ask()
+    return said
+
+
+def later(said: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    counters = {name: value + 100 for name, value in said["counters"].items()}
+    figures = {name: value + 50 for name, value in said["figures"].items()}
+    return said | {"counters": counters, "figures": figures} | changes
+
+
+def test_rates_are_of_the_time_between_two_looks(real: dict[str, Any]) -> None:
+    rates = view(real, later(real), 2.0)["rates"]
+    assert set(rates.values()) == {50.0, 25.0}
+    assert rates["stored_bytes"] == 50.0 and rates["tokens_loaded"] == 25.0
+
+
+def test_after_a_restart_rates_count_from_zero(real: dict[str, Any]) -> None:
+    new = later(real, epoch="another")
+    rates = view(later(later(real)), new, 1.0)["rates"]
+    assert rates["evictions"] == new["counters"]["evictions"]
+    assert all(rate >= 0 for rate in rates.values())
+
+
+def test_a_crowd_fits_the_screen(real: dict[str, Any]) -> None:
+    tenant = {"tenant": "t-" + "0" * 32, "usage_bytes": 1 << 30, "blocks": 9}
+    crowd = [tenant | {"figures": real["figures"]} for _ in range(20)]
+    text = drawn(view(real, real | {"largest_tenants": crowd}, 1.0))
+    assert text.count("t-000") == 8 and "and 12 more" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_bar_is_the_share_of_memory() -> None:
+    assert (bar(0, 10, 4), bar(5, 10, 4), bar(10, 10, 4)) == ("░░░░", "██░░", "████")
+    assert bar(20, 10, 4) == "████" and bar(0, 0, 4) == "░░░░"

@@ -1,0 +1,154 @@
+"""When a tier that was set aside is tried again. Time is simulated, its processes are stand-ins."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kvkeep.server.lower_tier import Promotion
+from kvkeep.server.shared import Shared
+from kvkeep.server.startup import SharedFiles
+from kvkeep.store.layouts import Layout
+from kvkeep.store.store import Store
+from kvkeep.tiers.mover import Find, Job, Mover, Result
+from kvkeep.tiers.opening import SharedPlace
+from kvkeep.tiers.summaries import Shown
+from kvkeep.wire.pool_files import Watch
+
+
+class Process:
+    """Lives on for a while after it was killed, if it hangs."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.is_alive = True
+        self.hangs = False
+        self.is_closed = False
+        self.oldest_s = 0.0
+
+    def send(self, job: Job) -> bool:
+        self.jobs.append(job)
+        return True
+
+    def kill(self, problem: str) -> None:
+        self.is_alive = self.hangs
+
+    def close(self) -> None:
+        """Of its lock file."""
+        assert not self.is_closed
+        self.is_closed = True
+
+
+class World:
+    def __init__(self, directory: Path, shown: Shown | None = None) -> None:
+        self.now_s = 1000.0
+        self.failures = 0
+        self.processes: list[Process] = []
+        self.tier = Shared("tier", 0, self.start, directory / "kept", shown)
+
+    def start(self) -> tuple[Mover, Watch]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(11, "no processes left")
+        self.processes.append(Process())
+        return cast(Mover, self.processes[-1]), cast(Watch, self.processes[-1])
+
+    def waited_s(self) -> int:
+        """How long it takes until a new process is asked something."""
+        began_s = self.now_s
+        while not self.tier.revive(7):
+            self.now_s += 1
+        assert [type(job) for job in self.processes[-1].jobs] == [Find]
+        return round(self.now_s - began_s)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: made.now_s)
+    return made
+
+
+def test_it_is_tried_once_after_pauses_that_grow_and_used_when_it_answers(world: World) -> None:
+    world.tier.put_aside("it does not answer")
+    waited = []
+    for number in range(1, 9):
+        waited.append(world.waited_s())
+        for _ in range(200):
+            world.now_s += 1
+            assert not world.tier.revive(8), "one question at a time"
+        assert len(world.processes) == number + 1 and world.tier.state == "set aside"
+        world.tier.tried("no answer")
+    assert waited == [1, 2, 4, 8, 16, 32, 60, 60]
+    world.waited_s()
+    assert world.tier.set_aside
+    world.tier.tried("")
+    assert world.tier.state == "starting" and not world.tier.set_aside
+    world.tier.put_aside("again")
+    assert world.waited_s() == 1, "the pauses begin anew"
+
+
+def test_no_new_process_while_the_old_one_may_still_write(world: World) -> None:
+    world.processes[0].hangs = True
+    world.tier.put_aside("it does not answer")
+    world.now_s += 1000
+    assert not world.tier.revive(7) and len(world.processes) == 1
+    world.processes[0].is_alive = False
+    assert world.tier.revive(7) and len(world.processes) == 2
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(world: World) -> None:
+    world.tier.put_aside("it does not answer")
+    world.failures = 3
+    for _ in range(3):
+        world.now_s += 100
+        assert not world.tier.revive(7) and "no processes left" in world.tier.set_aside
+        assert not world.tier.revive(7) and len(world.processes) == 1
+    world.now_s += 100
+    assert world.tier.revive(7)
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Layout, Shown]:
+    """A tier whose map is known, and has nothing."""
+    files = SharedFiles(SharedPlace("file:///srv/kv?size=1GiB"))
+    made = World(tmp_path, files.shown)
+    monkeypatch.setattr(time, "monotonic", lambda: made.now_s)
+    store = Store(1 << 20, 1 << 20)
+    store.open_session(1)
+    taken = made.tier.take_records(1)
+    assert taken is not None
+    made.tier.wrote(taken[1], Result(1))  # it has read the log of clears
+    files.shown.set_as_of(made.now_s)
+    return made, store.open_layout(1, b"layout", (4096,)), files.shown
+
+
+def test_no_request_waits_for_what_the_tier_surely_lacks(
+    known: tuple[World, Layout, Shown],
+) -> None:
+    world, layout, shown = known
+
+    def asks(number: int, insists: bool = False) -> Promotion | None:
+        keys = bytes([number]) * 16
+        promotion = Promotion("tenant", layout, keys, None, 0, 0, insists=insists)
+        return promotion if world.tier.ask(5, promotion) else None
+
+    first = asks(1)
+    assert first is not None and first.is_doubtful, "it is asked, and no request waits"
+    assert asks(2) is None, "not for every prompt"
+    world.now_s += 0.06
+    checked = asks(2)
+    assert checked is not None and checked.is_doubtful
+    insisting = asks(3, insists=True)
+    assert insisting is not None and not insisting.is_doubtful
+    world.tier.answered(checked, Result(5, found=1))
+    assert not checked.is_doubtful and checked.stop == 1, "it was there all the same"
+    shown.bits[:] = 0xFF
+    waits = asks(4)
+    assert waits is not None and not waits.is_doubtful
+    shown.clear()
+    unknown = asks(5)
+    assert unknown is not None and not unknown.is_doubtful, "nothing is known of other hosts"

@@ -1,0 +1,170 @@
+"""Which blocks are written next, with a real store and a tier whose process is a list of jobs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvkeep.server.lower_tier import WriteJob
+from kvkeep.server.shared import Shared, tenant_digest
+from kvkeep.server.write_behind import Reference, WriteBehind
+from kvkeep.store.store import MOVING, Store
+from kvkeep.tiers.mover import Job, Mover, Result, Share
+from kvkeep.wire.pool_files import Watch
+
+SLOT = 4096
+ENGINE = 1
+
+
+class Process:
+    """Takes a number of jobs at a time."""
+
+    job_bytes = 4 * SLOT
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self.jobs: list[Job] = []
+        self.oldest_s = 0.0
+
+    @property
+    def can_write(self) -> bool:
+        return len(self.jobs) < self.at_once
+
+    def send(self, job: Job) -> bool:
+        self.jobs.append(job)
+        return True
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.store = Store(1024 * SLOT, 1024 * SLOT)
+        self.store.add_slabs(0, 1)
+        for session in (MOVING, ENGINE):
+            self.store.open_session(session)
+        self.layout = self.store.open_layout(ENGINE, b"layout", (SLOT,))
+        self.process = Process(at_once=2)
+        made = cast(Mover, self.process), cast(Watch, None)
+        self.tier = Shared("tier", 0, lambda: made, directory / "kept")
+        _, planned = cast(tuple[Job, Any], self.tier.take_records(1))
+        self.tier.wrote(planned, Result(1))  # it has read the log of clears
+        self.numbers = iter(range(2, 1 << 20))
+        self.behind = WriteBehind(self.store, [self.tier], 0, self.numbers.__next__)
+
+    def stores(self, tenant: str, chain: int, blocks: int) -> None:
+        """An engine stores a chain."""
+        keys = b"".join(f"{number:4}{chain:4}        ".encode() for number in range(blocks))
+        number = next(self.numbers)
+        self.store.prepare_store(ENGINE, number, tenant, self.layout.number, 0, b"", keys, 0)
+        self.store.complete_store(ENGINE, number, np.full(blocks, 7, np.uint64), 0)
+        self.behind.refer(Reference(tenant, keys, blocks, is_store=True))
+
+    def turns(self) -> None:
+        """Until there is nothing to do."""
+        while self.behind.has_to_do:
+            self.behind.turn(0)
+
+    def written(self, jobs: int, tenants: str) -> str:
+        """The tenants of the next jobs: the process ends one after the other."""
+        names = ""
+        for _ in range(jobs):
+            self.turns()
+            if not self.process.jobs:
+                break
+            job = self.process.jobs.pop(0)
+            assert isinstance(job, Share)
+            names += next(each for each in tenants if tenant_digest(each) in job.place)
+            ended = self.tier.jobs.pop(job.number)
+            assert isinstance(ended, WriteJob)
+            self.store.release(MOVING, job.number, 0)
+            self.tier.wrote(ended.planned, Result(job.number, good=b"\1" * ended.blocks))
+        return names
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another(world: World) -> None:
+    for chain in range(100):
+        world.stores("A", chain, 8)
+    world.stores("B", 1000, 8)
+    world.stores("C", 2000, 4)
+    first = world.written(6, "ABC")
+    assert first == "ABCABA"
+    world.stores("B", 1001, 4)
+    then = world.written(3, "ABC")
+    assert "B" in then
+    assert Counter(first + then + world.written(1000, "ABC")) == {"A": 200, "B": 3, "C": 1}
+
+
+def test_a_flood_loses_its_own_and_is_counted(world: World) -> None:
+    world.stores("B", 9999, 4)
+    for chain in range(1020):
+        world.stores("A", chain, 1)
+    for _ in range(5):  # what is used again and again, and more than can wait
+        for chain in range(1020):
+            keys = f"{0:4}{chain:4}        ".encode()
+            world.behind.refer(Reference("A", keys, 1))
+    assert "B" in world.written(3, "AB")
+
+
+def test_chains_that_the_tier_confuses_are_written_once_each(world: World) -> None:
+    """It remembers by words of a table, in which new ones replace old ones."""
+    world.stores("A", 1, 40)
+    world.stores("B", 1000, 40)  # the same words, by the way these keys are made
+    assert world.written(100, "AB") == "AB" * 10
+
+
+def test_what_was_refused_is_offered_again_from_the_beginning(world: World) -> None:
+    world.stores("A", 1, 12)
+    world.turns()
+    first, second = world.process.jobs
+    assert isinstance(first, Share) and isinstance(second, Share)
+    for job in (first, second):
+        ended = world.tier.jobs.pop(job.number)
+        assert isinstance(ended, WriteJob)
+        world.store.release(MOVING, job.number, 0)
+        world.tier.failed(ended.planned)
+    world.process.jobs.clear()
+    world.turns()
+    third = world.process.jobs[0]
+    assert isinstance(third, Share) and third.keys == first.keys
+
+
+def test_a_tier_that_must_not_be_used_gets_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.stores("A", 1, 4)
+    later = time.monotonic() + 6
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert world.written(1, "A") == "", "it has not read the log of clears"
+    monkeypatch.undo()
+    assert world.written(1, "A") == "A"
+
+
+def test_a_turn_looks_at_a_few_chains_and_writes_one(world: World) -> None:
+    world.process.at_once = 1 << 20
+    for chain in range(100):
+        world.stores("A", chain, 1)
+        world.behind.refer(Reference("A", b"is not in memory" + bytes([chain] * 16), 2))
+    while world.behind.has_to_do:
+        jobs, chains = len(world.process.jobs), world.behind.chains
+        world.behind.turn(0)
+        assert len(world.process.jobs) <= jobs + 1 and world.behind.chains >= chains - 4
+    assert len(world.process.jobs) == world.behind.evicted_unwritten == 100
+
+
+def test_requests_that_never_end_do_not_stop_writes(world: World) -> None:
+    world.process.at_once = 1 << 20
+    for chain in range(100):
+        world.stores("A", chain, 1)
+    for _ in range(200):
+        world.behind.refer(Reference("A", f"{0:4}{0:4}        ".encode(), 1))
+        world.behind.turn(0)
+    assert len(world.process.jobs) >= 90

@@ -1,0 +1,293 @@
+"""Services that hold shared tiers, each as its users run it: started, stopped and damaged by tests.
+
+`service("mooncake", directory)` has the tier's address. Where a program, a package or a library is
+missing, the test is skipped with its name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import pytest
+from services import Service, free_port, program
+
+from kvkeep.errors import TierError
+from kvkeep.tiers.opening import check_installed
+from kvkeep.tiers.tier_address import parse_tier
+from kvkeep.units import MIB
+
+KINDS = ("file", "valkey", "s3", "mooncake")
+S3_CREDENTIALS = {
+    "KVKEEP_S3_ACCESS_KEY_ID": "an-id",
+    "KVKEEP_S3_SECRET_ACCESS_KEY": "a-secret-word",
+}
+
+
+class SharedService:
+    """A service, or a directory. What it holds is gone when it is killed; it starts again at the
+    same ports."""
+
+    can_pause = True
+
+    def __init__(
+        self, address: str, directory: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        try:
+            check_installed(parse_tier(address))
+        except TierError as error:
+            pytest.skip(f"NOT TESTED: {error}")
+        self.address = address
+        self.environment = environment or {}  # that a server needs to use it
+        self.directory = directory
+        self._running: list[Service] = []
+        self._starts = 0
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        for each in self._running:
+            each.kill()
+        self._running = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with ExitStack() as pauses:
+            for each in self._running:
+                pauses.enter_context(each.paused())
+            yield
+
+    def objects(self) -> dict[str, bytes]:
+        """Blocks as they are stored, by name: what another program sees."""
+        raise NotImplementedError
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Stores this in place of an object."""
+        raise NotImplementedError
+
+    def _run(self, command: Sequence[str | Path], port: int, within_s: float = 30.0) -> Service:
+        self._starts += 1
+        directory = self.directory / f"process{self._starts}"
+        self._running.append(Service([str(word) for word in command], directory, port))
+        return self._running[-1]
+
+
+def _is_block(name: str) -> bool:
+    """Whether an object's name is that of a block; control data and counts of sweeps have others."""
+    return "v1/" in name and "/control/" not in name
+
+
+class SharedDirectory(SharedService):
+    can_pause = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"file://{directory / 'shared'}?size=64MiB", directory)
+
+    def start(self) -> None:
+        if (self.directory / "shared").is_file():
+            (self.directory / "shared").unlink()
+
+    def kill(self) -> None:
+        """As if the file server had lost it, and the mount were broken."""
+        shutil.rmtree(self.directory / "shared", ignore_errors=True)
+        (self.directory / "shared").write_bytes(b"")
+
+    def objects(self) -> dict[str, bytes]:
+        paths = [path for path in (self.directory / "shared" / "v1").rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in paths if _is_block(str(path))}
+
+    def replace(self, name: str, data: bytes) -> None:
+        Path(name).write_bytes(data)
+
+
+class ValkeyServer(SharedService):
+    def __init__(self, directory: Path) -> None:
+        self._program = program("valkey-server", "redis-server")
+        self._port = free_port()
+        super().__init__(f"valkey://127.0.0.1:{self._port}/0?timeout=1s", directory)
+
+    def start(self) -> None:
+        more = ["--bind", "127.0.0.1", "--save", ""]
+        self._run([self._program, "--port", str(self._port), *more], self._port)
+
+    def objects(self) -> dict[str, bytes]:
+        with closing(self._client()) as client:
+            names = [name.decode() for name in client.keys("*")]
+            return {name: client.get(name) for name in names if _is_block(name)}
+
+    def replace(self, name: str, data: bytes) -> None:
+        with closing(self._client()) as client:
+            client.set(name, data)
+
+    def _client(self) -> Any:
+        return importlib.import_module("valkey").Valkey(port=self._port)
+
+
+class S3Server(SharedService):
+    def __init__(self, directory: Path) -> None:
+        self._program = program("moto_server")
+        self._port = free_port()
+        self._endpoint = f"http://127.0.0.1:{self._port}"
+        address = f"s3://blocks/kv?endpoint={self._endpoint}&region=us-east-1"
+        super().__init__(address, directory, S3_CREDENTIALS)
+
+    def start(self) -> None:
+        self._run([self._program, "-H", "127.0.0.1", "-p", str(self._port)], self._port)
+        self.bucket()
+
+    def bucket(self) -> Any:
+        """The bucket, as another program sees it. Made if it is not there."""
+        client = importlib.import_module("boto3").resource(
+            "s3",
+            endpoint_url=self._endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="an-id",
+            aws_secret_access_key="a-secret-word",
+        )
+        return client.create_bucket(Bucket="blocks")
+
+    def objects(self) -> dict[str, bytes]:
+        every = [each for each in self.bucket().objects.all() if _is_block(each.key)]
+        return {each.key: each.get()["Body"].read() for each in every}
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.bucket().put_object(Key=name, Body=data)
+
+
+class MooncakeCluster(SharedService):
+    """A master with its metadata server, and one store node."""
+
+    def __init__(self, directory: Path, node_size: str = "64MB") -> None:
+        self.node_size = node_size
+        self.rpc, self.metadata, self.metrics = free_port(), free_port(), free_port()
+        options = {
+            "metadata": f"http://127.0.0.1:{self.metadata}/metadata",
+            "metrics": str(self.metrics),
+            "timeout": "2s",
+        }
+        super().__init__(f"mooncake://127.0.0.1:{self.rpc}?{urlencode(options)}", directory)
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None and spec.origin is not None
+        self._programs = Path(spec.origin).parent
+
+    def start(self) -> None:
+        self.start_master()
+        self.start_node()
+
+    def start_master(self) -> None:
+        flags = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": self.rpc,
+            "enable_http_metadata_server": "true",
+            "http_metadata_server_host": "127.0.0.1",
+            "http_metadata_server_port": self.metadata,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": self.metrics,
+        }
+        self.master = self._run(self._command("mooncake_master", flags), self.rpc)
+
+    def start_node(self) -> None:
+        port = free_port()
+        flags = {
+            "host": "127.0.0.1",
+            "port": port,
+            "global_segment_size": self.node_size,
+            "master_server_address": f"127.0.0.1:{self.rpc}",
+            "metadata_server": f"http://127.0.0.1:{self.metadata}/metadata",
+        }
+        self.node = self._run(self._command("mooncake_client", flags), port)
+
+    def objects(self) -> dict[str, bytes]:
+        names = [name for name in self.names() if _is_block(name)]
+        with closing(Neighbour(self)) as neighbour:
+            return {name: neighbour.client.get(name) for name in names}
+
+    def replace(self, name: str, data: bytes) -> None:
+        with closing(Neighbour(self)) as neighbour:
+            neighbour.replace(name, data)
+
+    def names(self) -> list[str]:
+        """Of all objects."""
+        return self.ask("/get_all_keys").split()
+
+    def segment(self) -> dict[str, Any]:
+        """What hosts learn of the node: where its memory can be read and written."""
+        (name,) = self.ask("/get_all_segments").split()
+        return dict(json.loads(self._metadata(f"mooncake/ram/{name}")))
+
+    def set_segment(self, segment: dict[str, Any]) -> None:
+        self._metadata(f"mooncake/ram/{segment['name']}", json.dumps(segment).encode())
+
+    def ask(self, path: str) -> str:
+        """What the master says at its port for metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}{path}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    def _metadata(self, key: str, value: bytes | None = None) -> str:
+        url = f"http://127.0.0.1:{self.metadata}/metadata?key={quote(key, safe='')}"
+        asked = urllib.request.Request(url, value, method="GET" if value is None else "PUT")
+        with urllib.request.urlopen(asked, timeout=10) as reply:
+            return str(reply.read().decode())
+
+    def _command(self, name: str, flags: dict[str, Any]) -> list[str | Path]:
+        return [self._programs / name, *(f"--{flag}={value}" for flag, value in flags.items())]
+
+
+class Neighbour:
+    """Another program that uses the cluster."""
+
+    def __init__(self, cluster: MooncakeCluster) -> None:
+        self.library = importlib.import_module("mooncake.store")
+        self.client = self.library.MooncakeDistributedStore()
+        settings = {
+            "local_hostname": "127.0.0.1",
+            "metadata_server": f"http://127.0.0.1:{cluster.metadata}/metadata",
+            "master_server_addr": f"127.0.0.1:{cluster.rpc}",
+            "global_segment_size": "0",
+            "local_buffer_size": str(16 * MIB),
+        }
+        assert self.client.setup(settings) == 0
+
+    def close(self) -> None:
+        self.client.close()
+
+    def fill(self) -> None:
+        """Takes all room with objects that the master does not evict."""
+        pinned = self.library.ReplicateConfig()
+        pinned.with_hard_pin = True
+        number = 0
+        for nbytes in (4 * MIB, 256 << 10, 16 << 10, 1 << 10):
+            while self.client.put(f"filler/{number}", bytes(nbytes), pinned) == 0:
+                number += 1
+
+    def replace(self, name: str, data: bytes) -> None:
+        assert self.client.remove(name, True) == 0
+        assert self.client.put(name, data) == 0
+
+
+_MAKERS: dict[str, type[SharedService] | Any] = {
+    "file": SharedDirectory,
+    "valkey": ValkeyServer,
+    "s3": S3Server,
+    "mooncake": MooncakeCluster,
+}
+
+
+@contextmanager
+def service(kind: str, directory: Path) -> Iterator[Any]:
+    """A running service of this kind."""
+    made = _MAKERS[kind](directory)
+    try:
+        made.start()
+        yield made
+    finally:
+        if kind != "file":
+            made.kill()

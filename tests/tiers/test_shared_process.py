@@ -1,0 +1,250 @@
+"""Blocks between two servers through a shared tier: a directory, or a service that the tests start.
+What the process does with a tier is seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from services import Service, free_port, program
+from shared_hosts import BLOCKS, Host, host
+from shared_services import KINDS, SharedService, service
+
+from kvkeep.cli.remote import ask
+from kvkeep.testing.clock import eventually
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind != "file"])
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedService]:
+    with service(request.param, tmp_path) as started:
+        yield started
+
+
+def using(running: SharedService, **more: str) -> AbstractContextManager[Host]:
+    return host(running.address, environment={**running.environment, **more})
+
+
+def test_a_service_carries_blocks_from_one_host_to_the_other(running: SharedService) -> None:
+    with using(running) as one, using(running) as two:
+        one.put(1)
+        one.put(2, salt="blue")
+        assert one.written(2 * BLOCKS)
+        assert two.has(1) and two.has(2, "blue")
+        one.clear("default")
+        assert eventually(lambda: two.get(1) == 0)
+        assert two.get(2, "blue") == BLOCKS
+
+
+def test_what_a_host_stored_before_it_vanished_is_found_within_six_seconds(
+    running: SharedService,
+) -> None:
+    with using(running) as one, using(running) as two:
+        two.put(2)
+        assert two.written(BLOCKS), "it knows what the tier lacks"
+        assert two.get(1) == 0
+        one.put(1)
+        assert one.written(BLOCKS)
+        one.server.stop(signal.SIGKILL)
+        assert eventually(lambda: two.get(1) == BLOCKS, limit_s=6)
+
+
+def test_a_password_is_used_and_never_shown(tmp_path: Path) -> None:
+    port, word = free_port(), "a-secret-word"
+    command = [program("valkey-server", "redis-server"), "--port", str(port), "--save", ""]
+    address, given = f"valkey://127.0.0.1:{port}/0", {"KVKEEP_VALKEY_PASSWORD": word}
+    with (
+        Service([*command, "--requirepass", word], tmp_path / "service", port),
+        host(address, "--log-level", "debug", environment=given) as one,
+        host(address, environment=given) as two,
+    ):
+        one.put(1)
+        assert one.written(BLOCKS) and two.has(1)
+        shown = [ask(one.server.http, path) for path in ("/v1/status", "/v1/tiers", "/v1/settings")]
+        assert word not in json.dumps(shown) + one.server.log()
+
+
+def test_a_killed_service_costs_its_blocks_and_is_used_again(running: SharedService) -> None:
+    with using(running) as one, using(running) as two:
+        one.put(1)
+        assert one.written(BLOCKS)
+        running.kill()
+        assert two.get(1) == 0 and one.get(1) == BLOCKS
+        two.put(3)
+        assert two.get(3) == BLOCKS
+        assert eventually(lambda: two.tier()["state"] == "set aside", limit_s=60)
+        running.start()
+        assert eventually(lambda: two.tier()["state"] == "ok", limit_s=60)
+        two.put(4)
+        assert two.written(BLOCKS) and one.has(4)
+
+
+def test_a_client_that_waits_for_half_a_minute_is_killed_with_its_process(tmp_path: Path) -> None:
+    """As Mooncake's does by itself for a node that has stopped."""
+    with (
+        service("mooncake", tmp_path) as cluster,
+        using(cluster) as one,
+        using(cluster, MC_TCP_STATUS_TIMEOUT_SEC="40", MC_TCP_PROGRESS_TIMEOUT_SEC="40") as two,
+    ):
+        one.put(1)
+        two.put(2)
+        assert one.written(BLOCKS) and two.written(BLOCKS)
+        (mover,) = two.movers()
+        with cluster.node.paused():
+            assert two.get(1) == 0 and two.get(2) == BLOCKS
+            assert eventually(lambda: two.tier()["state"] == "set aside", limit_s=30)
+            assert "more than 10 s" in two.tier()["problem"]
+            assert eventually(lambda: mover not in two.movers())
+            assert two.get(2) == BLOCKS
+        assert eventually(lambda: two.tier()["state"] == "ok", limit_s=60)
+
+
+def test_a_stalled_service_costs_its_blocks_and_is_used_again(running: SharedService) -> None:
+    with using(running) as one, using(running) as two:
+        one.put(1)
+        assert one.written(BLOCKS)
+        with running.paused():
+            for conversation in (3, 4):
+                two.put(conversation)
+                assert two.get(conversation) == BLOCKS, "memory"
+            assert two.get(1) == 0
+            assert eventually(lambda: two.tier()["state"] == "set aside", limit_s=60)
+            assert two.get(3) == two.get(4) == BLOCKS and two.get(1) == 0
+        assert eventually(lambda: two.tier()["state"] == "ok", limit_s=120)
+        assert two.has(1)
+        assert eventually(lambda: one.get(3) == BLOCKS), "what was stored meanwhile is written"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with host(tmp_path / "kv") as one, host(tmp_path / "kv") as two:
+        yield one, two
+
+
+def test_what_was_cleared_on_one_host_is_gone_on_all(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    one, two = hosts
+    one.put(1)
+    one.put(2, salt="blue")
+    assert one.written(2 * BLOCKS)
+    assert two.has(1) and two.has(2, "blue"), "both are in the other host's memory, too"
+    shutil.copytree(tmp_path / "kv" / "v1", tmp_path / "before")
+    one.clear("default")
+    assert one.get(1) == 0
+    assert eventually(lambda: two.get(1) == 0), "the other host has not heard"
+    shutil.copytree(tmp_path / "before", tmp_path / "kv" / "v1", dirs_exist_ok=True)
+    assert not eventually(lambda: two.get(1) > 0 or one.get(1) > 0, limit_s=4), "a late write"
+    assert two.get(2, "blue") == BLOCKS, "another tenant was cleared"
+    one.put(1)
+    assert one.written(3 * BLOCKS)
+    assert two.has(1), "what was stored after the clear"
+
+
+def test_a_clear_waits_for_the_other_hosts_and_names_those_it_cannot_reach(
+    hosts: tuple[Host, Host],
+) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS) and two.has(1)
+    assert one.clear("default") == []
+    assert two.get(1) == 0, "it has confirmed before the command has returned"
+    two.cache.close()
+    two.server.stop(signal.SIGKILL)
+    (unreached,) = one.clear("default")
+    kept = two.server.state_dir / two.server.name / "shared-tier.json"
+    assert json.loads(kept.read_text())["host"] == unreached
+    two.server.start()
+    assert eventually(lambda: one.clear("default") == [])
+
+
+def test_what_the_tier_answers_after_a_clear_is_not_used(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS)
+    two.put(3)
+    (mover,) = two.movers()
+    os.kill(mover, signal.SIGSTOP)
+    assert two.get(1) == 0, "the tier was asked, and does not answer"
+    with ThreadPoolExecutor(1) as pool:
+        clearing = pool.submit(two.clear, "default")
+        assert eventually(lambda: two.get(3) == 0), "the clear has not begun"
+        os.kill(mover, signal.SIGCONT)
+        clearing.result()
+    assert two.get(1) == 0
+    counts = two.tier()["counts"]
+    assert counts["promoted_blocks"] == counts["lost_blocks"] == 0, "nothing was read"
+
+
+def test_a_server_that_was_down_hears_of_a_clear_when_it_starts(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS) and two.has(1)
+    two.cache.close()
+    two.server.stop(signal.SIGTERM)
+    one.clear("default")
+    two.server.start()
+    status = lambda: ask(two.server.http, "/v1/status")  # noqa: E731
+    assert eventually(lambda: status()["pool"]["blocks"].get("ready", 0) == 0)
+
+
+def test_a_killed_mover_is_replaced(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS)
+    (mover,) = two.movers()
+    os.kill(mover, signal.SIGKILL)
+    assert eventually(lambda: two.movers() not in ([], [mover]) and two.tier()["state"] == "ok")
+    assert two.has(1)
+    assert "answers again" in two.server.log()
+
+
+def test_memory_goes_on_while_the_tier_is_gone_and_it_recovers(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS)
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "kv").write_bytes(b"")  # so that no server makes a new one
+    one.put(2)
+    assert one.get(1) == one.get(2) == BLOCKS
+    assert two.get(1) == 0
+    assert eventually(lambda: two.tier()["state"] == "set aside", limit_s=60)
+    assert one.get(1) == BLOCKS
+    (tmp_path / "kv").unlink()
+    (tmp_path / "away").rename(tmp_path / "kv")
+    assert eventually(lambda: two.get(1) == BLOCKS, limit_s=120)
+
+
+def test_a_server_starts_while_its_shared_tier_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_bytes(b"")
+    with host(tmp_path / "kv") as one:
+        one.put(1)
+        assert one.get(1) == BLOCKS
+        assert eventually(lambda: one.tier()["state"] == "set aside")
+        (tmp_path / "kv").unlink()
+        assert eventually(lambda: one.tier()["state"] == "ok", limit_s=120)
+        one.put(2)
+        assert one.written(BLOCKS)
+
+
+def test_a_stopped_mover_holds_nothing_up(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    one.put(1)
+    assert one.written(BLOCKS)
+    (mover,) = two.movers()
+    os.kill(mover, signal.SIGSTOP)
+    two.put(3)
+    assert two.get(3) == BLOCKS
+    assert two.get(1) == 0
+    assert eventually(lambda: two.movers() not in ([], [mover]), limit_s=60)
+    assert two.has(1)
