@@ -89,7 +89,6 @@ NIGHTLY_PARAMETERS = ("[mooncake]",)
 NIGHTLY: tuple[str, ...] = (
     "chaos/test_real.py",
     "deploy/test_image.py",
-    "e2e/test_warm_restart.py::test_a_server_that_cannot_start",
     "lab/chaos/test_run.py::test_a_flipped_bit_in_a_length",
     "lab/fuzz/test_http.py::test_it_is_quiet",
 )

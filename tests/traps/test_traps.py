@@ -242,6 +242,8 @@ def test_the_server_can_hold_no_gpu_memory(server: ServerProcess) -> None:
 
 # -- 10: tokens in every message
 
+REPORT = m.ReportRequests.__name__.encode()  # sent in a moment, after a request has ended
+
 
 def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps: int = 1) -> int:
     """How many bytes an engine sends for a request that hits and then generates `steps` tokens."""
@@ -259,9 +261,11 @@ def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps:
     ):
         serve(llm, [tokens], max_tokens=1)
         forget_local(llm)
+        assert eventually(lambda: REPORT in wire.sent)
         before = len(wire.sent)
         [answer] = serve(llm, [counting(tokens)], max_tokens=steps)
-        assert eventually(lambda: b"Release" in wire.sent[before:]), "its last message"
+        assert eventually(lambda: b"Release" in wire.sent[before:])
+        assert eventually(lambda: REPORT in wire.sent[before:]), "its last message"
         said = len(wire.sent) - before
     assert answer.kv_transfer_params == {KEY: block_tokens * blocks}
     return said

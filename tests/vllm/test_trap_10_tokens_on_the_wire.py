@@ -9,8 +9,10 @@ from replicas import Replica, Since, at_rest, counting, eventually, prompt, requ
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.process import ServerProcess
+from kvkeep.wire.messages import ReportRequests
 from kvkeep_lab.simulation.relay import Relay
 
+REPORT = ReportRequests.__name__.encode()  # sent in a moment, after a request has ended
 NEVER = {"kvkeep.ping_interval_ms": 86_400_000}
 
 
@@ -34,13 +36,16 @@ def bytes_of_a_hit(
     """How much one request says to the server that finds all its blocks there and then computes
     `steps` tokens."""
     tokens = prompt(32 * blocks + 1)
+    reported = wire.sent.count(REPORT)
     engine.serve([request(tokens, max_tokens=1)])
     engine.fresh()
     assert at_rest(server)
+    assert eventually(lambda: wire.sent.count(REPORT) == reported + 1)
     before = len(wire.sent)
     [answer] = engine.serve([counting(tokens, max_tokens=steps)])
     assert answer.extra == 32 * blocks
-    assert at_rest(server), "all is said"
+    assert at_rest(server)
+    assert eventually(lambda: wire.sent.count(REPORT) == reported + 2), "its last message"
     return len(wire.sent) - before
 
 
