@@ -27,7 +27,7 @@ CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
 INSTALL_INPUTS := pyproject.toml lab/pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-without-vllm test-with-vllm nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit docs dist bench fuzz chaos clean
+.PHONY: help setup demo test test-all test-other-folders nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit docs dist bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
@@ -69,18 +69,22 @@ test: check
 	@$(BIN)/python -m pytest -q --tier quick --durations 10 --ignore tests/vllm
 	@$(MAKE) --no-print-directory test-vllm TIER=quick
 
-# Side by side: one core each on a small machine. Both are installed before, because an installation
-# writes the C library that tests have loaded.
+# In lanes, two at a time, the longest first. All is installed before, because an installation writes
+# the C library that tests have loaded.
+LONG_FOLDERS := e2e cli lab tiers server bench chaos
+LANES := test-vllm $(LONG_FOLDERS:%=test-folder-%) test-vllm-contract test-other-folders
+
 test-all: check $(VLLM_STAMP)
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-without-vllm test-with-vllm TIER=all
+	@$(MAKE) --no-print-directory vllm-environment VLLM=$(CONTRACT_BESIDE)
+	@$(BIN)/python .ci/lanes.py $(LANES) TIER=all
 
-test-without-vllm: $(STAMP)
-	@echo "test-all: pytest, without vLLM"
-	@$(BIN)/python -m pytest -q --tier $(TIER) --durations 25 --ignore tests/vllm
+test-folder-%: $(STAMP)
+	@echo "test: pytest, tests/$*"
+	@$(BIN)/python -m pytest -q --tier $(TIER) --durations 10 tests/$*
 
-test-with-vllm:
-	@$(MAKE) --no-print-directory test-vllm
-	@$(MAKE) --no-print-directory test-vllm-contract
+test-other-folders: $(STAMP)
+	@echo "test: pytest, all other folders"
+	@$(BIN)/python -m pytest -q --tier $(TIER) --durations 10 --ignore tests/vllm $(LONG_FOLDERS:%=--ignore tests/%)
 
 nightly: check
 	@echo "nightly: pytest"

@@ -274,10 +274,78 @@ def test_sources_that_cannot_be_had_are_said_loudly_and_leave_nothing(
 
 def test_make_tests_the_contract_and_does_not_fail_where_its_sources_cannot_be_had() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("test-all", "nightly"):
+    for target, runs in (("test-all", "test-vllm-contract"), ("nightly", ".ci/vllm_sources.py")):
         would_run = subprocess.run(
             ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
-        assert "ruff check" in would_run and ".ci/vllm_sources.py" in would_run
+        assert "ruff check" in would_run and runs in would_run
     assert (ROOT / ".ci" / "run").read_text().endswith("make test-all\n")
     assert "test $$code = 75 || exit $$code" in makefile
+
+
+# -- lanes
+
+LANE_TESTS = """
+from pathlib import Path
+
+def test_good(): pass
+
+def test_flaky():
+    first = Path("first")
+    is_first = not first.exists()
+    first.touch()
+    assert not is_first
+
+def test_bad(): assert not Path("is-bad").exists()
+"""
+
+
+@pytest.fixture
+def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one target, `some`, whose tests are LANE_TESTS."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_lane.py").write_text(LANE_TESTS)
+    (tmp_path / "Makefile").write_text(f"some:\n\t@{sys.executable} -m pytest -q test_lane.py\n")
+    return tmp_path
+
+
+def test_a_test_that_fails_once_is_named_and_fails_nothing(
+    lane: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ci_module("lanes").main(["some", "TIER=all"]) == 0
+    said = capsys.readouterr().out
+    assert "1 failed, 2 passed" in said and "1 passed" in said
+    assert "lanes: PASSED AT THE SECOND TRY ONLY: test_lane.py::test_flaky" in said
+    assert "0 of 1 lanes passed at the first try" in said
+    assert ci_module("lanes").main(["some"]) == 0
+    assert "1 of 1 lanes passed at the first try" in capsys.readouterr().out
+
+
+def test_a_test_that_fails_twice_fails_the_run(
+    lane: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lane / "is-bad").touch()
+    assert ci_module("lanes").main(["some"]) == 1
+    said = capsys.readouterr().out
+    assert "lanes: FAILED: test_lane.py::test_bad" in said
+    assert "test_flaky" not in said.rpartition("lanes: FAILED")[2]
+
+
+@pytest.mark.parametrize("target", ["true:\n\t@true\n", "some:\n\t@exit 3\n"])
+def test_a_lane_that_ends_without_a_failed_test_fails_the_run(
+    lane: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    (lane / "Makefile").write_text(target)
+    assert ci_module("lanes").main(["some"]) == 1
+    assert "lanes: FAILED: some: 0 failed tests" in capsys.readouterr().out
+
+
+def test_a_lane_with_many_failures_is_not_tried_again(
+    lane: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = "import pytest\n@pytest.mark.parametrize('at', range(11))\ndef test_bad(at): assert 0\n"
+    (lane / "test_lane.py").write_text(many)
+    assert ci_module("lanes").main(["some"]) == 1
+    said = capsys.readouterr().out
+    assert "lanes: FAILED: some: 11 failed tests" in said
+    assert said.count("lanes: some begins") == 1
