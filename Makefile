@@ -63,16 +63,15 @@ $(STAMP): $(INSTALL_INPUTS)
 demo: $(STAMP)
 	@$(BIN)/kvkeep demo
 
-# Three tiers of tests; tests/conftest.py says what belongs to which.
-test: check
-	@echo "test: pytest, the quick tier"
-	@$(BIN)/python -m pytest -q --tier quick --durations 10 --ignore tests/vllm
-	@$(MAKE) --no-print-directory test-vllm TIER=quick
-
-# In lanes, two at a time, the longest first. All is installed before, because an installation writes
-# the C library that tests have loaded.
+# Three tiers of tests; tests/conftest.py says what belongs to which. They run in lanes, two at a
+# time, the longest first. All is installed before, because an installation writes the C library that
+# tests have loaded.
 LONG_FOLDERS := e2e cli lab tiers server bench chaos
 LANES := test-vllm $(LONG_FOLDERS:%=test-folder-%) test-vllm-contract test-other-folders
+QUICK_LANES := test-other-folders $(filter-out test-vllm-contract test-folder-bench test-other-folders,$(LANES))
+
+test: check $(VLLM_STAMP)
+	@$(BIN)/python .ci/lanes.py $(QUICK_LANES) TIER=quick
 
 test-all: check $(VLLM_STAMP)
 	@$(MAKE) --no-print-directory vllm-environment VLLM=$(CONTRACT_BESIDE)
