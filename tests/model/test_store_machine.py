@@ -131,7 +131,10 @@ def snapshot(store: Store) -> dict[str, Any]:
             )
             for t in store.tenants
         },
-        "usage": operators.usage(store),
+        # The quota and limit in force of a tenant follow from its own and the defaults, and change
+        # with its next request after a default has changed.
+        "defaults": (store.tenants.default_quota_bytes, store.tenants.default_limit_bytes),
+        "usage": {t.name: (t.blocks, t.usage_bytes) for t in store.tenants},
         "sessions": {
             number: (
                 dict(s.leases),
