@@ -156,6 +156,7 @@ class Collected:
             except Halted:
                 self._device.halted += 1
                 return False
+        self._device.entered_in_runs.append(self._device.entered)
         return True
 
 
@@ -168,6 +169,8 @@ class Lazy:
         self.elsewhere: Callable[[], None] = lambda: None
         self.fails: Callable[[], bool] = lambda: False  # asked before each command of a batch
         self.halted = 0  # batches
+        self.entered = 0  # the buffer whose gate was passed last
+        self.entered_in_runs: list[int] = []  # the same at the end of each batch
         self._random = random.Random(seed)
         self._as_late_as_possible = self._random.random() < 0.5
         self._most_at_once = self._random.choice(
@@ -207,6 +210,9 @@ class Lazy:
 
     def register(self, address: int, nbytes: int) -> None:
         self._reachable.append((address, address + nbytes))
+
+    def unregister(self, address: int) -> None:
+        self._reachable = [area for area in self._reachable if area[0] != address]
 
     # -- streams and events
 
@@ -272,6 +278,10 @@ class Lazy:
         if ready:
             self._random.choices(ready, [stream.haste for stream in ready])[0].run()
         return bool(ready)
+
+    def is_still(self, streams: str) -> bool:
+        """Whether all is done that was given to streams whose names begin so."""
+        return not any(each.work for each in self._streams if each.name.startswith(streams))
 
     def _hurry(self, point: Point) -> None:
         """Runs what this point needs, and nothing else."""

@@ -29,6 +29,11 @@ class Halted(Exception):
     """The gate is closed."""
 
 
+def words_of(gate: Gate) -> ctypes.Array[ctypes.c_int64]:
+    """The buffer that was entered last, and the one that was read last."""
+    return (ctypes.c_int64 * 2).from_address(gate.address)
+
+
 class Immediate:
     """A batch that does at once what it is told."""
 
@@ -43,18 +48,22 @@ class Immediate:
 
     def enter(self, gate: Gate, buffer: int) -> None:
         """As `_drive.c`, but for one thread."""
-        if gate._words[0] & CLOSED:
+        words = words_of(gate)
+        if words[0] & CLOSED:
             raise Halted
-        gate._words[0] = buffer
+        words[0] = self._device.entered = buffer
         self._gate = gate
 
     def has_read(self, gate: Gate, buffer: int) -> None:
-        gate._words[1] = buffer
+        words_of(gate)[1] = buffer
 
     def fail(self) -> None:
         """Likewise, at a command that is refused."""
-        if self._gate is not None and self._gate._words[1] != CLOSED:
-            self._gate._words[:] = [self._gate._words[1] | CLOSED, CLOSED]
+        if self._gate is None:
+            return
+        words = words_of(self._gate)
+        if words[1] != CLOSED:
+            words[:] = [words[1] | CLOSED, CLOSED]
 
     def zero(self, stream: Any, words: torch.Tensor) -> None:
         with self._device.on(stream):
@@ -90,6 +99,8 @@ class Pretend:
         self.unfinished: list[Any] = []  # marks that have not come yet
         self.streams: list[Stream] = []  # in the order in which they were made
         self.threads = 0
+        self.entered = 0  # the buffer whose gate was passed last
+        self.largest_memory_bytes = 0
 
     def enter(self) -> None:
         self.threads += 1
@@ -98,6 +109,7 @@ class Pretend:
         return 1 << 40
 
     def memory(self, words: int) -> torch.Tensor:
+        self.largest_memory_bytes = max(self.largest_memory_bytes, 8 * words)
         return torch.full((words,), -1, dtype=torch.int64)
 
     def host_memory(self, words: int) -> torch.Tensor:

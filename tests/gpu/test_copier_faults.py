@@ -123,9 +123,9 @@ def test_a_reading_that_fails_leaves_the_reads_before_it_covered(buffers: int) -
         before, reading = (world.copier.begin_store(0, verify=True, ready=None) for _ in range(2))
         assert before.read(np.arange(3), slots[:3]) == 3
         before.end()
-        world.device.fails = lambda reading=reading: (
-            reading._gate._words[0] > buffers
-        )  # the launch after that gate
+        world.device.entered = 0
+        # The launch after that gate.
+        world.device.fails = lambda device=world.device: device.entered > buffers
         with pytest.raises(DeviceError):
             reading.read(np.arange(9, 15), slots[9:15])
         world.device.fails = lambda: False

@@ -8,12 +8,15 @@ leaving it out goes wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from lazy import Dependency, Lazy, Units
+from lazy import Dependency, Event, Lazy, Units
 from numpy.typing import NDArray
 
 from kvkeep.client.copier import row_addresses
@@ -23,7 +26,9 @@ from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import copier as module
 from kvkeep.gpu import staging
 from kvkeep.gpu.copier import GpuCopier, StoreCopy
-from kvkeep.gpu.staging import CopyLane, EvacuationBuffer
+from kvkeep.gpu.registration import RegisteredMemory
+from kvkeep.gpu.staging import CopyLane, StagingBuffer, TransferRecord
+from kvkeep.gpu.streams import CopySizes, CopyStreams
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.runs import BlockRuns
 
@@ -32,6 +37,7 @@ STEPS = 40
 BLOCKS, SLOTS = 24, 20
 SIZES = (40, 21)  # bytes of each piece of a block
 BAY_BYTES = 3 * 40
+BLOCKS_ASIDE = 2 * BAY_BYTES // 48  # of the first piece
 MOST_BLOCKS = 14  # of one call: more than there is staging memory for
 MOST_WAITING, MOST_UNDER_WAY = 2, 3
 PLENTY = 1 << 30
@@ -49,8 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little staging memory, so that all of it is used again and again; and no Triton, which would
     take minutes."""
     monkeypatch.setattr(module, "Units", Units)
-    monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
-    monkeypatch.setattr(module, "_TOKENS_S", 0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
     for each in (module, staging):
         monkeypatch.setattr(each, "MOST_BLOCKS", MOST_BLOCKS)
 
@@ -79,7 +84,9 @@ class World:
     """An engine's memory, a pool of slots, and three threads' work, which one thread does in
     turns."""
 
-    def __init__(self, seed: int, forgets: Dependency | None = None) -> None:
+    def __init__(
+        self, seed: int, forgets: Dependency | None = None, small_slice_bytes: int = 0
+    ) -> None:
         self.random = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
         self.device = Lazy(seed, forgets)
@@ -90,14 +97,13 @@ class World:
         ]  # by what the engine was given so far
         self.pieces = [GroupMemory(BlockRuns.of([memory])) for memory in self.memory]
         runs, device = [piece.runs for piece in self.pieces], self.device
-        self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
-        for lane in (self.copier._out, self.copier._in):
-            lane.copies._bytes_per_slice = {
-                True: 1 + seed % 3 * BAY_BYTES // 2,
-                False: 2 * BAY_BYTES,
-            }
-            lane.copies.engine_busy = seed % 4 > 0
-        assert self.copier._in.buffer_bytes == BAY_BYTES
+        sizes = CopySizes(
+            least_staging_bytes=0,
+            small_slice_bytes=small_slice_bytes or 1 + seed % 3 * BAY_BYTES // 2,
+            large_slice_bytes=2 * BAY_BYTES,
+        )
+        self.copier = GpuCopier(runs, 8 * BAY_BYTES, device, sizes)  # type: ignore[arg-type]
+        self.copier.set_engine_busy(seed % 4 > 0)
         for pool in self.pool:  # a part of it, which may be none or all
             self.copier.pin(
                 pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes
@@ -119,7 +125,8 @@ class World:
         while self.device.step():
             pass
         check(self.memory, self.computed, "in the end")
-        assert self.copier._aside._left == 0 and len(self.free) + len(self.full) == SLOTS
+        assert len(self.free) + len(self.full) == SLOTS
+        self.copier.evacuate(0, np.arange(BLOCKS_ASIDE))  # MemoryError, if some are there still
 
     def turn(self, chance: float, *, busy: bool = True) -> None:
         """Something in one of the threads, if none of them is there already."""
@@ -157,9 +164,12 @@ class World:
 
     def take_back(self, blocks: list[int]) -> None:
         """As a worker does, before the engine or a load writes into them."""
+        self.evacuate(blocks)
+        self.copier.fence_reads()
+
+    def evacuate(self, blocks: list[int]) -> None:
         for store in [*self.stores, *self.stored]:
             store.sources.evacuate(np.array(blocks, dtype=np.int64), PLENTY)
-        self.copier.fence_reads()
 
     def ask_store(self) -> None:
         blocks = self.some(
@@ -271,10 +281,10 @@ class World:
                 pool[slot] = 0xEE
 
 
-def filled_world(seed: int) -> tuple[World, NDArray[np.uint64]]:
+def filled_world(seed: int, small_slice_bytes: int = 0) -> tuple[World, NDArray[np.uint64]]:
     """With something in each block, and slots for the first piece that the bus can reach; nothing
     happens meanwhile."""
-    world = World(seed)
+    world = World(seed, small_slice_bytes=small_slice_bytes)
     for pool in world.pool:
         world.copier.pin(pool.ctypes.data, pool.nbytes)
     world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
@@ -292,11 +302,11 @@ def check(found: list[Any], expected: list[Any], where: str) -> None:
         raise Wrong(where)
 
 
-def is_seen(forgets: Dependency | None = None) -> bool:
+def is_seen(forgets: Dependency | None = None, kind: type[World] = World) -> bool:
     """Whether any order shows that something is missing."""
     for seed in SEEDS:
         try:
-            World(seed, forgets).run()
+            kind(seed, forgets).run()
         except (Wrong, RequestError):  # the latter: block ids that no engine has
             return True
     return False
@@ -348,66 +358,58 @@ def test_the_first_buffer_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> 
     """The bus has nothing to do then. If it has, all of them are given to the device in one go."""
     for seed in range(10):
         world, slots = filled_world(seed)
-        reading, passed = world.copier.begin_store(0, verify=True, ready=None), list[int]()
-        run = reading._batch.run
-
-        def note(reading: StoreCopy = reading, run: Any = run, passed: list[int] = passed) -> bool:
-            goes_on = run()
-            passed.append(reading._gate._words[0])
-            return bool(goes_on)
-
-        reading._batch.run = note
+        before = world.copier.begin_store(0, verify=True, ready=None)
+        assert before.read(np.arange(9), slots[9:18]) == 9  # so that all buffers were used
+        before.end()
+        reading = world.copier.begin_store(0, verify=True, ready=None)
+        world.device.entered_in_runs.clear()
         world.device.is_over = lambda event: not busy  # type: ignore[method-assign]
-        for buffer in world.copier._out._buffers if busy else []:
-            buffer.busy = world.device.mark(world.copier._out.copies.stream)
         assert reading.read(np.arange(9), slots[:9]) == 9
-        assert passed == ([3] if busy else [1, 3])
+        assert world.device.entered_in_runs == ([3] if busy else [1, 3])
         reading.end()
-        check([reading.sums()], [sums_of(world.memory[0][:9])], "checksums")
+        check([before.sums(), reading.sums()], [sums_of(world.memory[0][:9])] * 2, "checksums")
         check([world.pool[0][:9]], [world.memory[0][:9]], "in slots")
 
 
-def test_a_reading_is_halted_while_its_other_buffers_are_collected() -> None:
+def test_a_reading_is_halted_while_its_other_buffers_are_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What has gone ahead is read, and covered; the rest is as if nobody had begun with it."""
+    runs, next_buffer, mark = RegisteredMemory.runs, CopyLane.next_buffer, CopyStreams.mark
     for seed in range(30):
-        world, slots = filled_world(seed)
+        world, slots = filled_world(seed, small_slice_bytes=1)
         was, halted = world.memory[0].copy(), list[int]()
-        reading, runs = (
-            world.copier.begin_store(0, verify=True, ready=None),
-            world.copier._pinned.runs,
-        )
+        reading = world.copier.begin_store(0, verify=True, ready=None)
+        taken, slices = list[tuple[StagingBuffer, Any]](), list[tuple[CopyStreams, Any]]()
 
         def halt_after_one(
-            *given: Any, reading: StoreCopy = reading, runs: Any = runs, halted: Any = halted
+            *given: Any, reading: StoreCopy = reading, halted: list[int] = halted
         ) -> Any:
             for number, some in enumerate(runs(*given)):
                 if number == 1:
                     halted.append(reading.halt())
                 yield some
 
-        world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
-        busy = [buffer.busy for buffer in world.copier._out._buffers]
-        copies, turns = world.copier._out.copies, list[Any]()
-        mark, copies._bytes_per_slice = copies.mark, {True: 1, False: 1}
+        def note_buffer(lane: CopyLane, taken: list[Any] = taken) -> StagingBuffer:
+            buffer = next_buffer(lane)
+            taken.append((buffer, buffer.busy))
+            return buffer
 
-        def note(
-            batch: Any, copies: Any = copies, mark: Any = mark, turns: list[Any] = turns
-        ) -> Any:
-            turns.append(copies.slice)
-            return mark(batch)
+        def note_slice(copies: CopyStreams, batch: Any, slices: list[Any] = slices) -> Any:
+            slices.append((copies, copies.slice))
+            return mark(copies, batch)
 
-        copies.mark = note  # type: ignore[method-assign]
-        assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
-        assert len(turns) > 1 and copies.slice == turns[0], (
+        with monkeypatch.context() as patched:
+            patched.setattr(RegisteredMemory, "runs", halt_after_one)
+            patched.setattr(CopyLane, "next_buffer", note_buffer)
+            patched.setattr(CopyStreams, "mark", note_slice)
+            world.copier.set_engine_busy(True)
+            assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
+        copies, first = slices[0]
+        assert len(slices) > 1 and copies.slice == first, (
             "that of the first buffer: no other was given to the device"
         )
-        assert (
-            sum(
-                buffer.busy is not before
-                for buffer, before in zip(world.copier._out._buffers, busy, strict=True)
-            )
-            == 1
-        )
+        assert [buffer.busy is not before for buffer, before in taken].count(True) == 1
         world.copier.fence_reads()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))
         reading.end()
@@ -432,8 +434,7 @@ def test_a_load_that_fails_writes_nothing_any_more(
     world.device.elsewhere = lambda: None
     with pytest.raises(DeviceError, match="out of memory"):
         world.copier.begin_load(0, np.arange(12), row_addresses(world.pool[0])[:12], None)
-    lane = world.copier._in
-    assert not any(stream.work for stream in (lane.kernels, *lane.copies.streams))
+    assert world.device.is_still("in ")
 
 
 DEPENDENCIES = {
@@ -461,9 +462,23 @@ def test_no_dependency_can_be_left_out(what: str) -> None:
     assert is_seen(DEPENDENCIES[what]), "no order shows that"
 
 
+@contextlib.contextmanager
+def taking_any_buffer() -> Iterator[None]:
+    """Buffers are taken as if they were free."""
+
+    def next_free(lane: CopyLane) -> StagingBuffer:
+        buffer = next_buffer(lane)
+        buffer.busy = None
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CopyLane, "next_buffer", next_free)
+        yield
+
+
 def without_room(reading: Any) -> None:
-    reading._buffer = reading._lane.next_buffer()
-    reading._batch.run()
+    with taking_any_buffer():
+        make_room(reading)
 
 
 def without_ready(copier: Any, piece: int, *, verify: bool, ready: Any) -> Any:
@@ -471,48 +486,45 @@ def without_ready(copier: Any, piece: int, *, verify: bool, ready: Any) -> Any:
 
 
 def put_at_once(reading: Any, saved: Any, address: int) -> None:
-    saved.ready = reading._device.mark(reading._lane.kernels)
+    saved.ready = Event(saved.ready.stream, [])  # of nothing
     put(reading, saved, address)
 
 
 def freed_at_once(reading: Any, saved: Any, address: int) -> None:
     put(reading, saved, address)
-    reading._saved.remove(saved)
     saved.free()
+    saved.free = lambda: None
 
 
-def one_for_all(lane: Any) -> Any:
-    return lane._records[0]
+def one_for_all(lane: CopyLane, records: dict[CopyLane, TransferRecord] = {}) -> TransferRecord:  # noqa: B006
+    return records.setdefault(lane, take_record(lane))
 
 
-def aside_in_no_order(aside: Any, units: Any, block_ids: Any) -> Any:
-    with aside._device.thread():
-        return take(aside, units, block_ids)
+class OutOfOrder(World):
+    """Blocks are set aside by another stream than the engine's."""
+
+    def evacuate(self, blocks: list[int]) -> None:
+        with self.device.thread():
+            super().evacuate(blocks)
 
 
-def halt_and_forget(sources: Any) -> None:
-    if sources._reading is not None:
-        sources._reading[0].halt()
-
-
-put, take = StoreCopy.put, EvacuationBuffer.take
+next_buffer, make_room, put = CopyLane.next_buffer, StoreCopy.make_room, StoreCopy.put
+take_record, halt = CopyLane.take_record, StoreCopy.halt
 CARELESS: dict[str, tuple[type, str, Any]] = {
     "a buffer is filled before it is free": (StoreCopy, "make_room", without_room),
     "blocks are gathered before they are computed": (GpuCopier, "begin_store", without_ready),
     "what was set aside is put before it is there": (StoreCopy, "put", put_at_once),
     "room aside is free before what was there is read": (StoreCopy, "put", freed_at_once),
     "a record is everybody's": (CopyLane, "take_record", one_for_all),
-    "blocks are set aside while the engine writes": (EvacuationBuffer, "take", aside_in_no_order),
     "a reading goes on though the engine takes blocks back": (
-        SourceBlocks,
-        "_halt",
-        lambda sources: None,
-    ),
-    "what a halted reading left is nobody's": (SourceBlocks, "_halt", halt_and_forget),
-    "the engine writes before a halted reading has read": (
         StoreCopy,
-        "_note_reads",
-        lambda reading, buffers: None,
+        "halt",
+        lambda reading: MOST_BLOCKS,
+    ),
+    "what a halted reading left is nobody's": (
+        StoreCopy,
+        "halt",
+        lambda reading: max(halt(reading), MOST_BLOCKS),
     ),
 }
 
@@ -521,3 +533,7 @@ CARELESS: dict[str, tuple[type, str, Any]] = {
 def test_no_care_can_be_left_out(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(*CARELESS[what])
     assert is_seen(), "no order shows that"
+
+
+def test_blocks_are_set_aside_in_the_engines_order() -> None:
+    assert is_seen(kind=OutOfOrder), "no order shows that"

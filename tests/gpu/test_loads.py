@@ -12,9 +12,9 @@ import pytest
 import torch
 from pretend import Immediate, Pretend
 
-from kvkeep.gpu import staging
 from kvkeep.gpu.copier import GpuCopier
 from kvkeep.gpu.loads import Ready
+from kvkeep.gpu.streams import CopySizes
 from kvkeep.kv.runs import BlockRuns
 
 BLOCKS, BLOCK_BYTES = 40, 1 << 20  # a buffer of the smallest staging has three of these
@@ -39,12 +39,12 @@ class Watched(Pretend):
 
 
 def loaded(
-    most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way: bool, ahead: bool = False
+    queued_bytes: int, *, step_under_way: bool, ahead: bool = False
 ) -> tuple[Watched, Any, Any]:
     """The device, the engine's mark, and the load of all blocks."""
-    monkeypatch.setattr(staging, "_MOST_QUEUED", most_queued)
     device, layer = Watched(), torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
-    copier: Any = GpuCopier([BlockRuns.of([layer])], 24 << 20, device)  # type: ignore[arg-type]
+    sizes, runs = CopySizes(queued_bytes=queued_bytes), BlockRuns.of([layer])
+    copier: Any = GpuCopier([runs], 24 << 20, device, sizes)  # type: ignore[arg-type]
     pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), dtype=np.uint8)
     assert copier.pin(pool.ctypes.data, pool.nbytes)
     addresses = pool.ctypes.data + np.arange(BLOCKS, dtype=np.uint64) * BLOCK_BYTES
@@ -62,10 +62,8 @@ def loaded(
 
 
 @without_gpu
-def test_no_more_buffers_are_queued_than_the_bus_takes_in_a_moment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, mark, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False)
+def test_no_more_buffers_are_queued_than_the_bus_takes_in_a_moment() -> None:
+    device, mark, made = loaded(5 * (3 << 20), step_under_way=False)
     assert device.said.count("copy") == BUFFERS
     waits = [at for at, said in enumerate(device.said) if said != "copy"]
     assert device.said[:6] == ["copy"] * 5 + [device.said[5]] and len(waits) == BUFFERS - 5
@@ -76,18 +74,16 @@ def test_no_more_buffers_are_queued_than_the_bus_takes_in_a_moment(
 
 
 @without_gpu
-@pytest.mark.parametrize("most_queued", [0, 1 << 20])
-def test_all_buffers_can_be_under_way_however_large_they_are(
-    monkeypatch: pytest.MonkeyPatch, most_queued: int
-) -> None:
-    device, _, _ = loaded(most_queued, monkeypatch, step_under_way=False)
+@pytest.mark.parametrize("queued_bytes", [0, 1 << 20])
+def test_all_buffers_can_be_under_way_however_large_they_are(queued_bytes: int) -> None:
+    device, _, _ = loaded(queued_bytes, step_under_way=False)
     assert device.said[:3] == ["copy"] * 3 and device.said[3] != "copy"
 
 
 @without_gpu
-def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_waits_for_the_engine_tells_until_when() -> None:
     before_s = time.perf_counter()
-    device, mark, made = loaded(0, monkeypatch, step_under_way=True)
+    device, mark, made = loaded(0, step_under_way=True)
     assert device.said[:5] == ["copy"] * 3 + [mark, device.said[4]], (
         "what there is room for goes first"
     )
@@ -96,8 +92,8 @@ def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.M
 
 
 @without_gpu
-def test_a_load_with_room_for_all_of_it_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, _, made = loaded(1 << 30, monkeypatch, step_under_way=True)
+def test_a_load_with_room_for_all_of_it_waits_for_nobody() -> None:
+    device, _, made = loaded(1 << 30, step_under_way=True)
     assert device.said == ["copy"] * BUFFERS and made.ready_s == 0
 
 
@@ -114,7 +110,7 @@ def test_an_engines_own_thread_does_not_sleep_until_its_load_is_over(
         wait(batch, event)
 
     monkeypatch.setattr(Immediate, "wait", note)
-    device, _, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False, ahead=ahead)
+    device, _, made = loaded(5 * (3 << 20), step_under_way=False, ahead=ahead)
     assert stayed_awake and set(stayed_awake) == {ahead}
     device.said.clear()
     assert made.good().all()

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lazy import Event
 from numpy.typing import NDArray
-from test_copier import Engine
+from test_copier import BUFFERS_OF_TWO, IN, Engine
 from test_copier_faults import Faulty
 from test_copier_orders import (
     BLOCKS,
@@ -23,6 +24,7 @@ from test_copier_orders import (
     check,
     filled_world,
     sums_of,
+    taking_any_buffer,
 )
 from test_copier_orders import small as small  # a fixture
 from test_loads import Watched, without_gpu
@@ -34,9 +36,10 @@ from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import DeviceError, RequestError
-from kvkeep.gpu import staging
+from kvkeep.gpu import loads
 from kvkeep.gpu.driver import Rows
 from kvkeep.gpu.loads import Fetched, LoadPath
+from kvkeep.gpu.streams import CopySizes
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 
@@ -100,10 +103,10 @@ class Rig:
             self.world.device.step()
 
     def is_still(self) -> bool:
-        return not self.copier._in.kernels.work and not self.reads_slots()
+        return self.world.device.is_still("in ")
 
     def reads_slots(self) -> bool:
-        return any(stream.work for stream in self.copier._in.copies.streams)
+        return not self.world.device.is_still("in copies")
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -162,7 +165,9 @@ def test_it_is_for_no_other_slots(which: str) -> None:
 def test_it_is_for_no_other_piece() -> None:
     rig = Rig(1)
     ahead = rig.fetch([0, 1, 2, 3])
-    assert ahead.take(rig.copier._units[1], rig.slots[:4]) == []
+    ids = np.arange(4)
+    rig.copier.begin_load(1, ids, rig.slots[:4], None, [], ahead).good()
+    check([rig.world.memory[1][ids]], [rig.pool[:4, : SIZES[1]]], "in blocks")
 
 
 def close(rig: Rig, ahead: Any) -> None:
@@ -214,11 +219,9 @@ def test_what_nobody_takes_is_in_nobodys_way() -> None:
 def test_closed_it_reads_no_slot_any_more() -> None:
     for seed in range(20):
         rig = Rig(seed)
-        for ahead in (rig.fetch([*range(count)]) for count in (9, 0)):
-            assert all(buffer.busy is arrived for buffer, arrived in ahead._buffers), (
-                "free when that is over"
-            )
-            assert bool(ahead) == bool(ahead._buffers)
+        for count in (9, 0):
+            ahead = rig.fetch([*range(count)])
+            assert bool(ahead) == bool(count)
             ahead.close()
             ahead.close()
             assert not rig.reads_slots()
@@ -230,7 +233,7 @@ def test_closed_it_reads_none_also_if_the_device_fails(
 ) -> None:
     for seed in range(20):
         rig = Rig(seed)
-        ahead, waits, device, lane = rig.fetch([*range(9)]), [0], rig.world.device, rig.copier._in
+        ahead, waits, device = rig.fetch([*range(9)]), [0], rig.world.device
         wait, drain = device.wait, device.drain
 
         def fail(event: Any, waits: list[int] = waits, wait: Any = wait) -> None:
@@ -239,8 +242,8 @@ def test_closed_it_reads_none_also_if_the_device_fails(
                 raise DeviceError("no")
             wait(event)
 
-        def drain_copies(stream: Any, lane: Any = lane, drain: Any = drain) -> None:
-            if stream is lane.kernels and fails == "waiting for kernels, too":
+        def drain_copies(stream: Any, drain: Any = drain) -> None:
+            if stream.name == "in kernels" and fails == "waiting for kernels, too":
                 raise DeviceError("no")
             drain(stream)
 
@@ -258,8 +261,8 @@ def test_only_slots_that_the_bus_reaches_are_fetched_ahead(reached: int) -> None
     """A bounce buffer is filled by hand."""
     for seed in range(20):
         rig = Rig(seed)
-        rig.copier._pinned._ranges.clear()
-        rig.copier._pinned.add(int(rig.slots[0]), reached * SIZES[0])
+        rig.copier.unpin(int(rig.slots[0]))
+        rig.copier.pin(int(rig.slots[0]), reached * SIZES[0])
         ahead = rig.fetch([*range(SLOTS)])
         assert len(rig.copied) == min(reached // BAY, BUFFERS) * BAY
         assert rig.load([*range(SLOTS)], ahead).all()
@@ -317,11 +320,11 @@ class Fetching(World):
         if self.loads and self.random.random() < 0.4:
             load = self.random.choice(self.loads)
             self._close(load)
-            self._fetch(load)
+            self.fetch(load)
             return
         super().begin_load()
 
-    def _fetch(self, load: Load) -> None:
+    def fetch(self, load: Load) -> None:
         piece = self.random.randrange(len(SIZES))
         ahead: Any = self.copier.fetch_ahead(piece, self._addresses(piece, load))
         take, self.aheads[load] = ahead.take, ahead
@@ -348,9 +351,9 @@ class Fetching(World):
 
 
 class FaultyFetching(Fetching, Faulty):
-    def _fetch(self, load: Load) -> None:
+    def fetch(self, load: Load) -> None:
         try:
-            super()._fetch(load)
+            super().fetch(load)
         except DeviceError:
             self.failed += 1
 
@@ -382,31 +385,34 @@ def is_seen() -> bool:
     return False
 
 
-def without_arrival(way: Any, *given: Any) -> Fetched:
-    fetched = fetch_ahead(way, *given)
-    never = way._device.event(way._lane.copies.stream)
-    fetched._buffers = [(buffer, never) for buffer, _ in fetched._buffers]
-    return fetched
+def without_arrival(fetched: Fetched, *given: Any) -> Any:
+    return [(buffer, Event(arrived.stream, [])) for buffer, arrived in take(fetched, *given)]
 
 
-def whoever_came_between(fetched: Any, units: Any, addresses: Any) -> Any:
-    return (
-        fetched._buffers
-        if units is fetched._units and len(addresses) == len(fetched._addresses)
-        else []
-    )
+class GoodForAll(Fetched):
+    """Also if another load has taken one of its buffers."""
+
+    def __init__(self, device: Any, lane: Any, units: Any, addresses: Any, buffers: Any) -> None:
+        super().__init__(device, lane, units, addresses, buffers)
+        self.units, self.blocks, self.buffers = units, len(addresses), buffers
+
+    def take(self, units: Any, addresses: Any) -> Any:
+        return self.buffers if units is self.units and len(addresses) == self.blocks else []
+
+    def close(self) -> None:
+        self.buffers = []
+        super().close()
 
 
 def without_room(way: Any, *given: Any) -> Fetched:
-    for buffer in way._lane._buffers:
-        buffer.busy = None
-    return fetch_ahead(way, *given)
+    with taking_any_buffer():
+        return fetch_ahead(way, *given)
 
 
-fetch_ahead = LoadPath.fetch_ahead
-CARELESS: dict[str, tuple[type, str, Any]] = {
-    "kernels begin after what was fetched has arrived": (LoadPath, "fetch_ahead", without_arrival),
-    "buffers are good until another load takes one": (Fetched, "take", whoever_came_between),
+fetch_ahead, take = LoadPath.fetch_ahead, Fetched.take
+CARELESS: dict[str, tuple[Any, str, Any]] = {
+    "kernels begin after what was fetched has arrived": (Fetched, "take", without_arrival),
+    "buffers are good until another load takes one": (loads, "Fetched", GoodForAll),
     "buffers are filled when they are free": (LoadPath, "fetch_ahead", without_room),
 }
 
@@ -488,15 +494,11 @@ def test_with_the_kernels_that_move_blocks(pinned: str, as_large_as_ever: None) 
 
 
 @without_gpu
-def test_no_more_is_queued_for_the_bus_than_else(
-    monkeypatch: pytest.MonkeyPatch, as_large_as_ever: None
-) -> None:
-    monkeypatch.setattr(staging, "_MOST_QUEUED", 0)  # all buffers once
-    engine = Engine()
-    device = Watched()
-    engine.copier = type(engine.copier)([engine.runs], 0, device)
+def test_no_more_is_queued_for_the_bus_than_else(as_large_as_ever: None) -> None:
+    engine, device = Engine(), Watched()
+    sizes = CopySizes(least_staging_bytes=0, queued_bytes=0)  # all buffers once
+    engine.copier = type(engine.copier)([engine.runs], BUFFERS_OF_TWO, device, sizes)
     assert engine.copier.pin(engine.base, engine.pool.nbytes)
-    monkeypatch.setattr(engine.copier._in, "buffer_bytes", 2 * engine.runs.nbytes)
     addresses = engine.addresses([*range(20)])  # ten buffers
     device.said.clear()
     device.marks.clear()
@@ -506,6 +508,6 @@ def test_no_more_is_queued_for_the_bus_than_else(
     assert [said == "copy" for said in device.said[3:]] == [False, True] * 7, (
         "for each one that is over another one"
     )
-    of_kernels = [mark for mark in device.marks if mark[0] is engine.copier._in.kernels]
+    of_kernels = [mark for mark in device.marks if mark[0] is device.streams[IN][0]]
     assert device.said[9::2] == of_kernels[3:7], "the one before the last three"
     assert made.good().all()

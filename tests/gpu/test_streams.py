@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from pretend import Stream
 
-from kvkeep.gpu import streams as module
 from kvkeep.gpu.driver import Rows
-from kvkeep.gpu.streams import CopyStreams, Slice
+from kvkeep.gpu.streams import CopySizes, CopyStreams, Slice
 
 MIB = 1 << 20
 
@@ -73,11 +72,8 @@ def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: CopyStream
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
-def test_parts_begin_where_the_one_before_ends(
-    noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SMALL_SLICE_BYTES", 200)
-    copies = CopyStreams(noted)  # type: ignore[arg-type]
+def test_parts_begin_where_the_one_before_ends(noted: Noted, way: str) -> None:
+    copies = CopyStreams(noted, CopySizes(small_slice_bytes=200))  # type: ignore[arg-type]
     getattr(copies, way)(noted, Rows(1000, 110, 9000, 130, 100, 5))
     first, second = copies.streams
     assert [asked for asked in noted.asked if asked[0] == way] == [

@@ -41,6 +41,7 @@ from kvkeep.gpu.staging import (
     EvacuationBuffer,
     StagingBuffer,
 )
+from kvkeep.gpu.streams import COPY_SIZES, CopySizes
 from kvkeep.kv.copy import move_rows
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
@@ -48,9 +49,6 @@ from kvkeep.units import format_size
 log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
-_SMALLEST_STAGING = 24 << 20
-# Buffers of 96 MiB: larger ones are no faster, and all of them may be queued at once.
-_LARGEST_STAGING = 640 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -65,7 +63,11 @@ class GpuCopier:
     first_bytes: tuple[int, ...] = (48 << 20, 128 << 20)
 
     def __init__(
-        self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None
+        self,
+        pieces: Sequence[BlockRuns],
+        staging_bytes: int,
+        device: Cuda | None = None,
+        sizes: CopySizes = COPY_SIZES,
     ) -> None:
         """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be
         moved."""
@@ -74,27 +76,28 @@ class GpuCopier:
         self._runs, self._pinned = pieces, RegisteredMemory()
         self._last_read: Any = None
         self._warned = False
-        self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
+        staging_bytes = max(staging_bytes, sizes.least_staging_bytes)
+        self._take_memory(min(staging_bytes, sizes.most_staging_bytes), sizes)
         self._try_out()
 
-    def _take_memory(self, staging_bytes: int) -> None:
+    def _take_memory(self, staging_bytes: int, sizes: CopySizes) -> None:
         """As much as that, or half, or a quarter of it, and so on: what is free is for others,
         too."""
-        largest, left = max(units.pitch for units in self._units), staging_bytes
-        while (
-            left // 2 >= _SMALLEST_STAGING and left > self._device.free_bytes() // _OF_WHAT_IS_FREE
-        ):
+        largest, least = max(units.pitch for units in self._units), sizes.least_staging_bytes
+        left = staging_bytes
+        while left // 2 >= least and left > self._device.free_bytes() // _OF_WHAT_IS_FREE:
             left //= 2
         while True:
             made: list[Any] = []
             try:
                 aside = min(left // 4, _MOST_ASIDE)
-                made += [CopyLane(self._device, (left - aside) // 2, largest) for _ in range(2)]
+                lane_bytes = (left - aside) // 2
+                made += [CopyLane(self._device, lane_bytes, largest, sizes) for _ in range(2)]
                 self._aside, (self._out, self._in) = EvacuationBuffer(self._device, aside), made
                 break
             except RuntimeError as error:  # torch's words for memory that cannot be had
                 made.clear()  # before the next try: it is short enough
-                if left // 2 < _SMALLEST_STAGING:
+                if left // 2 < least:
                     hint = "leave a little more of it free, such as with gpu_memory_utilization 0.9"
                     raise DeviceError(f"no memory for staging: {error}", hint) from error
             left //= 2

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from kvkeep.gpu.driver import Cuda
 from kvkeep.gpu.kernels import Units
-from kvkeep.gpu.streams import CopyStreams
+from kvkeep.gpu.streams import COPY_SIZES, CopySizes, CopyStreams
 
 MOST_BLOCKS = 4096  # of one call; more go in several
 BUFFERS = 3  # of a lane
 _RECORDS = 4  # at first; more calls than that are seldom under way
-_MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all buffers once
 
 
 class StagingBuffer:
@@ -66,7 +65,13 @@ class TransferRecord:
 class CopyLane:
     """One direction: its streams, buffers and records. For one thread, but for `give_back`."""
 
-    def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
+    def __init__(
+        self,
+        device: Cuda,
+        staging_bytes: int,
+        largest_pitch: int,
+        sizes: CopySizes = COPY_SIZES,
+    ) -> None:
         self._device = device
         self.buffer_bytes = max(staging_bytes // BUFFERS // 8 * 8, largest_pitch)
         self._buffers = [
@@ -75,8 +80,8 @@ class CopyLane:
         self._records = deque(TransferRecord(device) for _ in range(_RECORDS))
         self.turn = 0  # of the buffer that was taken last
         self._queued: deque[Any] = deque()  # when each of the last buffers is over
-        self._most_queued = max(BUFFERS, _MOST_QUEUED // self.buffer_bytes)
-        self.kernels, self.copies = device.stream(), CopyStreams(device)
+        self._most_queued = max(BUFFERS, sizes.queued_bytes // self.buffer_bytes)
+        self.kernels, self.copies = device.stream(), CopyStreams(device, sizes)
 
     def blocks_per_buffer(self, pitch: int) -> int:
         return min(self.buffer_bytes // pitch, MOST_BLOCKS)

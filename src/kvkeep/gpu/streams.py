@@ -16,12 +16,26 @@ third of a millisecond, or for one block where those are larger than a slice."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvkeep.gpu.driver import Cuda, Rows
 
-_SMALL_SLICE_BYTES = 16 << 20
-_LARGE_SLICE_BYTES = 96 << 20  # 1.8 ms: an engine may begin to compute while they are under way
+
+@dataclass(frozen=True)
+class CopySizes:
+    """How much memory of the GPU copies take, and how much they give to the bus at a time."""
+
+    least_staging_bytes: int = 24 << 20
+    # Buffers of 96 MiB: larger ones are no faster, and all of them may be queued at once.
+    most_staging_bytes: int = 640 << 20
+    queued_bytes: int = 224 << 20  # four milliseconds of the bus, or all buffers once
+    small_slice_bytes: int = 16 << 20
+    # 1.8 ms: an engine may begin to compute while they are under way.
+    large_slice_bytes: int = 96 << 20
+
+
+COPY_SIZES = CopySizes()
 
 
 class Slice(NamedTuple):
@@ -35,11 +49,14 @@ class CopyStreams:
     """For one thread, but for `engine_busy`. Nothing is given to the driver before the batch is
     run."""
 
-    def __init__(self, device: Cuda) -> None:
+    def __init__(self, device: Cuda, sizes: CopySizes = COPY_SIZES) -> None:
         self.streams = device.stream(), device.stream()
         self.slice = Slice(0, 0)
         self.engine_busy = True  # to an engine that computes; its thread may change that
-        self._bytes_per_slice = {True: _SMALL_SLICE_BYTES, False: _LARGE_SLICE_BYTES}
+        self._bytes_per_slice = {
+            True: sizes.small_slice_bytes,
+            False: sizes.large_slice_bytes,
+        }
 
     @property
     def stream(self) -> Any:
