@@ -222,13 +222,13 @@ def test_a_size_that_was_too_large_once_is_refused_and_its_memory_freed(
     group: MemoryGroup, left_by_a_kill: LimitedServer
 ) -> None:
     server, kills = left_by_a_kill, group.kills()
-    flags, server._flags = server._flags, (*server._flags, "--pool-size", "4GiB")
+    flags, server.flags = server.flags, (*server.flags, "--pool-size", "4GiB")
     with pytest.raises(
         Unavailable, match="a pool of 4GiB does not fit: the memory limit of 700MiB"
     ) as caught:
         server.start()
     assert group.used_bytes() < 100 * MIB
-    server._flags = (*flags, *advice(str(caught.value)))
+    server.flags = (*flags, *advice(str(caught.value)))
     pool = containers.all_there(server.start())
     assert (
         350 * MIB < pool["filled_bytes"] == pool["pool_bytes"] < 600 * MIB

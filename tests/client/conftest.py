@@ -100,15 +100,20 @@ class Simulation:
     """One server, any number of clients, and time that passes only when somebody waits."""
 
     def __init__(
-        self, directory: Path, *, shared_memory: bool, slots: int, limits: Limits | None
+        self,
+        directory: Path,
+        *,
+        shared_memory: bool,
+        slots: int,
+        limits: Limits | None,
+        frame_bytes: int = 1 << 20,
     ) -> None:
         self.network = SimulatedNetwork(1)
-        self._directory, self._shared_memory, self._slots, self._limits = (
-            directory,
-            shared_memory,
-            slots,
-            limits,
-        )
+        self._directory = directory
+        self._shared_memory = shared_memory
+        self._slots = slots
+        self._limits = limits or Limits()
+        self._frame_bytes = frame_bytes
         self.pools: list[Pool] = []
         self.transports: list[SimulatedTransport] = []
         self.connections: list[Connection] = []
@@ -116,17 +121,25 @@ class Simulation:
 
     def replace_server(self, epoch: int) -> None:
         """A new server process takes the place of the one before, with a pool of the same name."""
-        self.server = SimulatedServer(self._slots * SLOT, SLOT, epoch=epoch, limits=self._limits)
+        limits, frame_bytes = self._limits, self._frame_bytes
+        self.server = SimulatedServer(
+            self._slots * SLOT, SLOT, epoch=epoch, limits=limits, frame_bytes=frame_bytes
+        )
         if self._shared_memory:
             while self.pools:
                 self.pools.pop().close()
             pool = Pool(self._directory, "sim", self._slots * SLOT, SLOT, epoch)
             pool.fill_next()
             self.pools.append(pool)
-            limits = self.server.service._limits
+            wire_limits = m.WireLimits(
+                frame_bytes,
+                limits.blocks_per_request,
+                limits.leases_per_session,
+                limits.writing_blocks_per_session,
+            )
             place = m.PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
             self.server.service = Service(
-                self.server.store, pool.segments, place, limits, epoch, pool.watch
+                self.server.store, pool.segments, place, wire_limits, epoch, pool.watch
             )
         self.server.service.verify = False  # so that each client's own option holds
         self.recorder = Recorder(self.server.service)
@@ -194,9 +207,15 @@ def simulation(tmp_path: Path) -> Iterator[Callable[..., Simulation]]:
     made: list[Simulation] = []
 
     def make(
-        *, shared_memory: bool = False, slots: int = 64, limits: Limits | None = None
+        *,
+        shared_memory: bool = False,
+        slots: int = 64,
+        limits: Limits | None = None,
+        **more: Any,
     ) -> Simulation:
-        made.append(Simulation(tmp_path, shared_memory=shared_memory, slots=slots, limits=limits))
+        made.append(
+            Simulation(tmp_path, shared_memory=shared_memory, slots=slots, limits=limits, **more)
+        )
         return made[-1]
 
     yield make

@@ -181,7 +181,8 @@ def test_a_new_server_is_noticed_and_calls_on_their_way_to_the_old_one_fail(sim:
 
 def test_a_session_that_the_server_forgot_is_made_again(sim: Any) -> None:
     connection = sim.connected()
-    sim.server.service._end(sim.server.service.sessions.all()[0], 0)
+    session = sim.server.service.sessions.all()[0].token
+    sim.server.service.handle(encode(Header(session, 1_000), m.Goodbye()), 0)
     call = look_up(connection)
     assert connection.wait(call) is None
     assert call.failure == "unknown_session"

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvkeep.client import copier as module
 from kvkeep.client.copier import HostCopier, copier_for, row_addresses
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.runs import BlockRuns
+
+MIB = 1 << 20
 
 BLOCKS = 10
 SIZES = (96, 4097)  # bytes of a block's two pieces
@@ -80,12 +81,15 @@ def test_of_nothing_there_are_no_sums(world: World) -> None:
     assert (reading.sums().shape, reading.sums().dtype) == ((0,), np.uint64)
 
 
-@pytest.mark.parametrize(("nbytes", "at_a_time"), [(1, 1), (95, 1), (96, 1), (959, 9), (960, 10)])
+@pytest.mark.parametrize(
+    ("block_bytes", "at_a_time"),
+    [(17 * MIB, 1), (16 * MIB, 1), (9 * MIB, 1), (8 * MIB, 2), (MIB, 16)],
+)
 def test_a_batch_is_as_large_as_a_lock_may_be_held_and_at_least_one_block(
-    world: World, monkeypatch: pytest.MonkeyPatch, nbytes: int, at_a_time: int
+    block_bytes: int, at_a_time: int
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", nbytes)
-    assert world.copier.begin_store(0, verify=True, ready=None).at_a_time == at_a_time
+    copier = HostCopier([BlockRuns.of([np.empty((1, block_bytes), dtype=np.uint8)])])
+    assert copier.begin_store(0, verify=True, ready=None).at_a_time == at_a_time
 
 
 def test_what_is_set_aside_stays_as_it_was_whatever_the_engine_does(world: World) -> None:

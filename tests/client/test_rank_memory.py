@@ -11,7 +11,6 @@ import pytest
 from kvkeep.client.rank_memory import GroupMemory, RankMemory
 from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv.runs import BlockRuns
-from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
 
@@ -70,6 +69,5 @@ def test_block_ids_have_a_row_for_each_piece(simulation: Make) -> None:
 def test_a_message_carries_what_a_frame_takes(
     simulation: Make, frame_bytes: int, blocks: int
 ) -> None:
-    sim = simulation()
-    sim.server.service._limits = m.WireLimits(frame_bytes, 65536, 4096, 65536)
+    sim = simulation(frame_bytes=frame_bytes)
     assert rank_memory(sim.connected(1000), 1000).blocks_per_message(0) == blocks

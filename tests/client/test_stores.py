@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 from tests.client.conftest import Transfer, ended
 
-from kvkeep.client import stores as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier
 from kvkeep.client.rank_memory import GroupMemory
@@ -111,14 +110,15 @@ def test_a_part_already_there_or_refused_does_not_confuse_the_others(
 def test_parts_keep_to_the_servers_limit_of_blocks_a_request(simulation: Make) -> None:
     sim = simulation(limits=Limits(blocks_per_request=5))
     assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
+    assert [len(request.keys) // 16 for request in prepared_by(sim)] == [5, 4, 3], "about as large"
 
 
 def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(
-    sim: Any, monkeypatch: pytest.MonkeyPatch
+    simulation: Make,
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCKS_PER_PART", 5)
-    assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
-    assert [len(request.keys) // 16 for request in prepared_by(sim)] == [5, 4, 3], "about as large"
+    sim = simulation(shared_memory=True, slots=1200)
+    assert transfer(sim.connected(), memory(1200)).store(storing([*range(1200)])) == 1200
+    assert [len(request.keys) // 16 for request in prepared_by(sim)] == [512, 344, 344]
 
 
 def test_the_first_part_may_be_smaller_than_the_others(

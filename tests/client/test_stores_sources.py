@@ -102,11 +102,23 @@ def test_pieces_are_copied_to_the_addresses_of_their_own_positions(positions: li
     )
 
 
-@pytest.mark.parametrize("at_a_time", [1, 100, 250, PLENTY])
+def read_at_most(monkeypatch: pytest.MonkeyPatch, blocks: int, copier: Any = HostCopier) -> None:
+    """So many are read with the lock held."""
+    begin_store = copier.begin_store
+
+    def begin(*given: Any, **named: Any) -> Any:
+        made = begin_store(*given, **named)
+        made.at_a_time = blocks
+        return made
+
+    monkeypatch.setattr(copier, "begin_store", begin)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, PLENTY])
 def test_a_block_without_a_piece_is_absent_whatever_goes_in_one_batch(
     monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", at_a_time)
+    read_at_most(monkeypatch, at_a_time)
     world = World([[0, 1, 2, 3, 4], [NO_BLOCK, 6, NO_BLOCK, NO_BLOCK, 7]])
     sums = world.copy(1, [0, 1, 2, 3, 4])
     world.check(1, [0, 1, 2, 3, 4], sums)
@@ -361,7 +373,7 @@ def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrit
     monkeypatch: pytest.MonkeyPatch, allowance: int, seed: int
 ) -> None:
     """Nothing is torn: each slot is the old block whole, or its store has ended before it."""
-    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 4096 * 3)
+    read_at_most(monkeypatch, 3)
     count, nbytes = 200, 4096
     rng = np.random.default_rng(seed)
     engine = rng.integers(0, 128, (count, nbytes), dtype=np.uint8)  # new content is above that
@@ -448,7 +460,7 @@ def test_a_copy_has_arrived_when_its_checksums_are_known_or_it_is_closed(late_co
 def test_when_a_block_is_lost_nothing_is_on_its_way_any_more(
     late_copier: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
+    read_at_most(monkeypatch, 1, late_copier)
     world, copier = late_world(late_copier)
     world.evacuate([11], 0)
     assert copy_of(world, [0, 1, 2]) is None
@@ -482,7 +494,7 @@ def test_what_was_set_aside_is_let_go_of_once_when_it_is_not_needed(late_copier:
 def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arrived(
     late_copier: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
+    read_at_most(monkeypatch, 1, late_copier)
     world, copier = late_world(late_copier)
     world.evacuate([11], 0)
     reading = late_copier.begin_store(copier, 0, verify=True, ready=None)
@@ -561,11 +573,11 @@ class ByItself(HostStoreCopy):
 def reading(monkeypatch: pytest.MonkeyPatch) -> list[ByItself]:
     made: list[ByItself] = []
 
-    def make(copier: HostCopier, piece: int, *, verify: bool, ready: Any) -> ByItself:
-        made.append(ByItself(copier._pieces[piece], verify))
+    def make(runs: BlockRuns, verify: bool) -> ByItself:
+        made.append(ByItself(runs, verify))
         return made[-1]
 
-    monkeypatch.setattr(HostCopier, "begin_store", make)
+    monkeypatch.setattr(module, "HostStoreCopy", make)
     return made
 
 

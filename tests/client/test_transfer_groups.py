@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 from tests.client.conftest import Transfer
 
-from kvkeep.client import stores as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import HostCopier
 from kvkeep.client.rank_memory import GroupMemory
@@ -524,28 +523,30 @@ def test_a_store_that_is_given_up_stores_nothing_more(
     assert sim.held()[0][1] == 0 and engine.found(4) == 0
 
 
+@pytest.fixture
+def in_parts_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the second piece; the others one by one."""
+    for name, value in {"part_bytes": 600, "whole_bytes": 600, "first_bytes": (600,)}.items():
+        monkeypatch.setattr(HostCopier, name, value)
+
+
 def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
-    engine: Engine, simulation: Make, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, sim: Any, in_parts_of_two: None
 ) -> None:
     """Parts that were handed over before it are waited for, and told to the server or given
     back."""
-    monkeypatch.setattr(module, "_BLOCKS_PER_PART", 2)
     fence = engine.connection.shared_pool
     with pytest.raises(RequestError, match="block 999"):
         engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
     assert fence is None or fence.holders == 1, "the session's own"
-    deadline = engine.connection.now_ms + 5_000
-    while engine.connection.now_ms < deadline:
-        engine.connection.poll()
-        engine.connection._transport.wait(50)
+    sim.run(5_000)
     ended = engine.connection.call(m.AbandonStore(list(range(1, 50))), 200)
     assert engine.connection.wait(ended) == m.Done(0), "no write is held any more"
 
 
 def test_a_second_fault_on_the_way_out_does_not_hide_the_first(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, in_parts_of_two: None
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCKS_PER_PART", 2)
     right, met = engine.connection.wait, []
 
     def wait(*given: Any) -> Any:

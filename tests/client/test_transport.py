@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class Far:
     def accept(self) -> None:
         """Takes the connections that have come, and what they have sent."""
         for listening in self.listeners:
+            if listening.socket.fileno() < 0:
+                continue
             with contextlib.suppress(BlockingIOError):
                 self.streams.append(Stream(listening.socket.accept()[0], MOST))
         for stream in self.streams:
@@ -91,9 +94,7 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Far]:
     """Reached by a Unix socket, and by TCP."""
     far = Far(f"ipc://{tmp_path}/far" if request.param == "unix" else "tcp://127.0.0.1:0")
     if request.param == "tcp":
-        unix = list(far.listeners)[1]
-        unix.socket.close()
-        far.listeners._all.remove(unix)
+        list(far.listeners)[1].socket.close()  # that of the same name
     yield far
     far.close()
 
@@ -269,9 +270,19 @@ def test_a_user_that_is_not_known_yet_is_waited_for_and_not_for_ever(
     assert len(uids) == 1
     transport.close()
     uids[:] = [None]
-    monkeypatch.setattr(under_test, "_PROVE_WITHIN_S", 0.0)
+    far.hang_up()
+    now_s = [0.0]
+    monkeypatch.setattr(under_test, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     transport = StreamTransport(far.address)
-    assert not transport.send(FRAMES) and not transport.send(FRAMES)
+    assert not transport.send(FRAMES)
+    until(lambda: len(far.streams) == 1, far.accept)
+    now_s[0] = 1.9
+    assert not transport.send(FRAMES)
+    far.accept()
+    assert not far.streams[0].is_over
+    now_s[0] = 2.1
+    assert not transport.send(FRAMES)
+    until(lambda: far.streams[0].is_over, far.accept)
     transport.close()
 
 
@@ -404,23 +415,37 @@ def test_with_certificates_each_side_proves_itself_and_a_wrong_one_is_told(tmp_p
 def test_a_name_is_looked_up_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     may_answer, asked = threading.Event(), threading.Event()
 
-    def slow(host: str, flags: int) -> list[tuple[int, str]]:
+    def slow(host: str, port: None, *, type: int, flags: int) -> list[tuple[Any, ...]]:
         if flags:
             raise OSError
         asked.set()
         assert may_answer.wait(60)
-        return [(socket.AF_INET, "127.0.0.1")]
+        return [(socket.AF_INET, type, 0, "", ("127.0.0.1", 0))]
 
-    monkeypatch.setattr(under_test, "_look_up", slow)
-    resolver = under_test._Resolver("some.host")
-    assert resolver.addresses() == [] and asked.wait(60), "it does not wait for the answer"
+    far = Far("tcp://127.0.0.1:0")
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    address = far.address.replace("127.0.0.1", "localhost")
+    transport = StreamTransport(address, may_use_unix_socket=False)
+    assert not transport.send(FRAMES) and asked.wait(60), "it does not wait for the answer"
     may_answer.set()
-    assert until(resolver.addresses) == [(socket.AF_INET, "127.0.0.1")]
+    open_between(transport, far)
+    transport.close()
+    far.close()
 
 
-def test_an_address_in_numbers_needs_no_look_up() -> None:
-    assert under_test._Resolver("127.0.0.1").addresses() == [(socket.AF_INET, "127.0.0.1")]
-    assert under_test._Resolver("::1").addresses() == [(socket.AF_INET6, "::1")]
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_address_in_numbers_needs_no_look_up(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    far, look_up = Far(f"tcp://{host}:0"), socket.getaddrinfo
+
+    def by_numbers(*given: Any, flags: int = 0, **named: Any) -> Any:
+        assert flags & socket.AI_NUMERICHOST
+        return look_up(*given, flags=flags, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", by_numbers)
+    transport = StreamTransport(far.address, may_use_unix_socket=False)
+    open_between(transport, far)
+    transport.close()
+    far.close()
 
 
 # -- with a real server
@@ -450,10 +475,17 @@ def answers(connection: Connection) -> bool:
     return connection.wait(connection.call(m.Ping(), 10_000)) is not None
 
 
-def break_it(connection: Connection) -> None:
-    transport = connection._transport
-    assert isinstance(transport, StreamTransport) and transport._stream is not None
-    transport._stream.socket.shutdown(socket.SHUT_RDWR)
+@pytest.fixture
+def break_last(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Breaks the connection that was made last."""
+    streams: list[Stream] = []
+
+    def make(*given: Any) -> Stream:
+        streams.append(Stream(*given))
+        return streams[-1]
+
+    monkeypatch.setattr(under_test, "Stream", make)
+    return lambda: streams[-1].socket.shutdown(socket.SHUT_RDWR)
 
 
 def counted(server: ServerProcess) -> list[float]:
@@ -505,12 +537,12 @@ def test_a_message_longer_than_any_buffer_of_the_kernels(
 
 
 def test_a_connection_that_breaks_costs_the_calls_on_their_way_and_no_session(
-    connect: Callable[..., Connection],
+    connect: Callable[..., Connection], break_last: Callable[[], None]
 ) -> None:
     connection = connect(ping_interval_ms=500)
     before = connection.welcome
     for _ in range(3):
-        break_it(connection)
+        break_last()
         call = connection.call(m.Ping(), 10_000)
         connection.wait(call)
         assert call.failure == "unreachable"
@@ -518,7 +550,7 @@ def test_a_connection_that_breaks_costs_the_calls_on_their_way_and_no_session(
     assert connection.welcome is before and connection.counters.sessions == 1
 
 
-def test_what_is_leased_stays_so_when_it_breaks() -> None:
+def test_what_is_leased_stays_so_when_it_breaks(break_last: Callable[[], None]) -> None:
     """Others of the engine's processes read it, by connections of their own; with verification off
     nobody would notice that the slots are somebody else's."""
     with (
@@ -540,7 +572,7 @@ def test_what_is_leased_stays_so_when_it_breaks() -> None:
         scheduler.connection.wait(lookup.call)
         answer = scheduler.answer(lookup)
         assert answer is not None and answer.blocks == 256
-        break_it(scheduler.connection)
+        break_last()
         give_up_s = time.monotonic() + 1.5
         while time.monotonic() < give_up_s:
             scheduler.connection.poll()
@@ -588,7 +620,6 @@ def test_goodbye_is_heard(server: ServerProcess, connect: Callable[..., Connecti
     for _ in range(20):  # the server may look for the dead in that very moment
         connection, before = connect(), counted(server)
         connection.start_over()
-        connection._closing = True
         now = until(lambda before=before: (now := counted(server)) != before and now)  # type: ignore[misc]
         if now[0] > before[0]:
             return

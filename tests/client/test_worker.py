@@ -438,20 +438,22 @@ def test_if_an_interrupt_comes_all_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_what_is_refused_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, start: Start, wrong: bool
-) -> None:
-    monkeypatch.setattr(module, "_JOBS_QUEUED", int(wrong))
-    engine, ids = start(contiguous()[0]), np.array([[0, 1], [0, 1]])
-    stores = {at: StoreRequest("default", b"", engine.keys(2), ids) for at in range(2)}
+def test_what_is_refused_is_told_once(wrong: bool) -> None:
+    worker, store = stalled_worker(), StoreRequest("default", b"", keys(1), np.array([0]))
+    worker.load("l", some_load([5]))
+    queued = {f"q{at}": store for at in range(JOBS_QUEUED - wrong)}
+    worker.store_all(queued)
+    ids = np.array([[0, 1], [0, 1]])
+    stores = {at: StoreRequest("default", b"", keys(2), ids) for at in range(2)}
     if wrong:  # the first one, and the second is refused: then it is as if nothing had been said
         with pytest.raises(RequestError):
-            engine.worker.store_all(stores)
-        assert engine.worker.poll() == Finished()
+            worker.store_all(stores)
+        assert worker.poll() == Finished()
     else:
-        engine.worker.store_all(stores)
-        assert engine.worker.poll() == Finished(stored={0: 0, 1: 0}, incomplete=[0, 1])
-    assert engine.worker.jobs == (0, 0, 0, 0)
+        worker.store_all(stores)
+        assert worker.poll() == Finished(stored={0: 0, 1: 0}, incomplete=[0, 1])
+    assert worker.jobs.stores == len(queued)
+    worker.close()
 
 
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
@@ -525,6 +527,9 @@ def refused(engine: Engine) -> bool:
 NOWHERE = ClientOptions(address="tcp://127.0.0.1:1")
 
 
+JOBS_QUEUED = 1024  # stores, and as many loads
+
+
 class StalledCopier(HostCopier):
     """Its threads begin when a load was queued and is not any more."""
 
@@ -554,19 +559,19 @@ def some_load(ids: list[int]) -> LoadRequest:
     )
 
 
-def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_JOBS_QUEUED", 2)
+def test_a_full_queue_fails_the_job_at_once() -> None:
     worker, store = stalled_worker(), StoreRequest("default", b"", keys(1), np.array([0]))
     worker.load(0, some_load([5, 6]))
-    worker.store_all({0: store, 1: store, 2: store})
-    for job in (1, 2):
+    worker.store_all(dict.fromkeys(range(JOBS_QUEUED + 1), store))
+    for job in range(1, JOBS_QUEUED + 1):
         worker.load(job, some_load([5, 6]))
+    late = JOBS_QUEUED
     assert worker.poll() == Finished(
-        stored={2: 0}, incomplete=[2], loads={2: LoadOutcome(frozenset({5, 6}))}
+        stored={late: 0}, incomplete=[late], loads={late: LoadOutcome(frozenset({5, 6}))}
     )
     assert worker.connection.counters.failures == {"queue_full": 2}
     assert worker.poll() == Finished(), "everything is told once"
-    assert worker.jobs == (2, 2, 2, 2)
+    assert worker.jobs == (JOBS_QUEUED,) * 4
     worker.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvkeep.client import stores
 from kvkeep.client import worker as module
-from kvkeep.client.loads import Load
+from kvkeep.client.loads import Load, take_together
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
@@ -287,7 +287,11 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
 def test_many_small_loads_come_back_each_with_its_own_result(
     start: Start, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_TOGETHER", together)
+    monkeypatch.setattr(
+        module,
+        "take_together",
+        lambda waiting, nbytes, most: take_together(waiting, nbytes, together),
+    )
     engine, count = start(), 60
     sizes = [1 + job % 3 for job in range(count)]
     begins = [50 + sum(sizes[:job]) for job in range(count)]
@@ -356,6 +360,9 @@ def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(
     assert engine.connection.counters.failures["internal_error"] == 2
 
 
+LOADS_UNDER_WAY = 4
+
+
 def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., Device]) -> None:
     world = device()
     engine, gate = world.engine, Gate()
@@ -371,11 +378,11 @@ def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., 
     world.copier.begin_load = arrive_late
     for job in range(10):
         engine.worker.load(job, request)
-        begins = job < module._LOADS_UNDER_WAY
+        begins = job < LOADS_UNDER_WAY
         assert eventually(lambda begins=begins: not (begins and engine.worker.jobs.queued_loads))  # type: ignore[misc]
     assert gate.reached.wait(30)
-    assert eventually(lambda: len(world.copier.scatterings) == module._LOADS_UNDER_WAY)
-    assert engine.worker.jobs.queued_loads == 10 - module._LOADS_UNDER_WAY
+    assert eventually(lambda: len(world.copier.scatterings) == LOADS_UNDER_WAY)
+    assert engine.worker.jobs.queued_loads == 10 - LOADS_UNDER_WAY
     assert engine.worker.poll() == Finished()
     gate.open()
     assert engine.finished(10) == Finished(loads=dict.fromkeys(range(10), LoadOutcome()))

@@ -45,10 +45,15 @@ class GatedCopier(HostCopier):
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
         super().__init__(pieces)
+        self.pieces = pieces
         self.gate = threading.Event()
         self.gate.set()
         self.arrived = threading.Event()  # a copy is at the gate
         self.touched = 0
+
+    def relocate(self, pieces: Sequence[BlockRuns]) -> None:
+        super().relocate(pieces)
+        self.pieces = pieces
 
     def pass_gate(self) -> None:
         self.arrived.set()
@@ -247,7 +252,7 @@ def test_while_there_is_no_memory_every_job_ends_at_once_and_undone(engine: Engi
     engine.worker.withdraw(None)
     engine.worker.set_engine_busy(True)
     assert engine.worker.connection.counters.failures["unregistered"] == 3
-    assert engine.copier.touched == touched and not engine.copier._pieces
+    assert engine.copier.touched == touched and not engine.copier.pieces
     assert engine.worker.connection.up, "the session goes on"
 
 

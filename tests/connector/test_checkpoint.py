@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 from kvkeep.connector import checkpoint as module
 from kvkeep.connector import file_hashes
 from kvkeep.connector.checkpoint import CONFIGS, MAX_WAITING, NOT_WEIGHTS, CheckpointDigest
-from kvkeep.connector.file_hashes import hashes_of_user
+from kvkeep.connector.file_hashes import FileHashes, hashes_of_user
 
 COMMIT = "1" * 40
 
@@ -336,10 +335,10 @@ def test_a_directory_without_weights_is_a_problem(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_a_problem_that_names_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str, *_: object, **__: object) -> None:
+    def refuse(hashes: FileHashes, path: str, *_: object) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(file_hashes, "_sha256", refuse)
+    monkeypatch.setattr(FileHashes, "hash", refuse)
     assert problem_of(checkpoint) == f"{checkpoint}/config.json: Permission denied"
 
 
@@ -349,9 +348,9 @@ def test_a_fault_of_our_own_is_a_problem_and_no_exception(
     def fail(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(file_hashes, "_sha256", fail)
+    monkeypatch.setattr(FileHashes, "hash", fail)
     assert "a fault" in problem_of(checkpoint)
-    monkeypatch.setattr(module, "_files_of", fail)
+    monkeypatch.setattr(os.path, "expanduser", fail)  # before any file is found
     assert "a fault" in problem_of(checkpoint)
 
 
@@ -412,10 +411,10 @@ def test_the_number_of_waiting_checkpoints_is_limited(
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 2)
     with nothing_is_hashed():
-        first = CheckpointDigest.of(str(checkpoint), None)
-        while module._hasher._waiting:
-            time.sleep(0.01)
-        waiting = [CheckpointDigest.of(str(checkpoint), None) for _ in range(2)]
+        taken = list[CheckpointDigest]()
+        while len(taken) < 3:  # one is under way at last, and two wait
+            if (digest := CheckpointDigest.of(str(checkpoint), None)).pending:
+                taken.append(digest)
         assert "waiting to be hashed" in problem_of(checkpoint)
-    assert all(each.wait(60) and each.value for each in (first, *waiting))
+    assert all(each.wait(60) and each.value for each in taken)
     assert MAX_WAITING > 2

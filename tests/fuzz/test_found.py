@@ -24,9 +24,7 @@ POOL = 4 * SLAB
 
 
 def make_server() -> SimulatedServer:
-    server = SimulatedServer(POOL, SLAB)
-    server.service._make_watch = lambda number: Held()  # type: ignore[assignment, return-value]
-    return server
+    return SimulatedServer(POOL, SLAB, make_watch=lambda number: Held())
 
 
 def peer_of(server: SimulatedServer) -> Peer:

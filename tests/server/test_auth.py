@@ -147,9 +147,12 @@ class World:
     """A service whose sessions hold real locks, and peers with certificates."""
 
     def __init__(self, directory: Path) -> None:
-        self.server = SimulatedServer(16 * 4096, 4 * 4096)
+        self.server = SimulatedServer(
+            16 * 4096,
+            4 * 4096,
+            make_watch=lambda number: Watch(directory / f"session-{number}.lock"),
+        )
         self.service: Service = self.server.service
-        self.service._make_watch = lambda number: Watch(directory / f"session-{number}.lock")
         self.now_ms = 0
 
     def peer(self, caller: Caller = ANYONE) -> Peer:

@@ -481,15 +481,14 @@ def test_many_small_messages_of_one_do_not_keep_the_others(door: Door) -> None:
 
 
 def test_a_turn_ends_and_who_had_none_comes_first(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    door: Door,
 ) -> None:
     """However many wait, and however much each of them has sent."""
     knocks = [door.knock("unix") for _ in range(8)]
     for number, stream in enumerate(knocks):
         stream.socket.send(b"".join(message(session=number + 1, nbytes=0)) * 100)
     milliseconds = itertools.count()
-    door.clock = lambda: next(milliseconds) * 1e-3  # each look at it takes one
-    monkeypatch.setattr(module, "_TURN_S", 0.0025)
+    door.clock = lambda: next(milliseconds) * 8e-3  # of a turn's 20 ms each look at it takes 8
     turns = []
     for _ in range(16):
         before = len(door.asked)
@@ -591,7 +590,7 @@ def test_who_cannot_be_watched_is_turned_away(door: Door) -> None:
 
 
 def test_those_who_say_nothing_and_those_whose_session_is_over_go(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    door: Door,
 ) -> None:
     silent, half, known, over = (door.knock("unix") for _ in range(4))
     half.socket.send(b"".join(message(3))[:20])
@@ -602,25 +601,25 @@ def test_those_who_say_nothing_and_those_whose_session_is_over_go(
     is_on = lambda token, name: token == 1 and name == names[1]  # noqa: E731
     door.connections.tend(is_on)
     assert len(door.connections) == 4, "they have just come"
-    later_s = time.monotonic() + module._SPEAK_WITHIN_S + 1
-    monkeypatch.setattr(door.connections, "_clock", lambda: later_s)
-    door.connections.tend(is_on)
-    monkeypatch.undo()
+    for later_s, left in ((9, 4), (11, 1)):
+        door.clock = lambda later_s=later_s: time.monotonic() + later_s  # type: ignore[misc]
+        door.connections.tend(is_on)
+        assert len(door.connections) == left
+    door.clock = time.monotonic
     assert all(door.ends(stream) for stream in (silent, half, over))
     known.send(message(session=1))
     assert len(door.answers(known, 1)) == 1 and len(door.connections) == 1
 
 
 def test_who_does_not_finish_the_handshake_in_time_goes(
-    secure: Door, monkeypatch: pytest.MonkeyPatch
+    secure: Door,
 ) -> None:
     with secure.connect("tcp") as silent, secure.connect("tcp") as half:
         half.send(b"\x16\x03\x01\x02\x00\x01\x00")
         secure.until(lambda: len(secure.connections) == 2)
         secure.connections.tend(lambda token, name: False)
         assert len(secure.connections) == 2
-        later_s = time.monotonic() + module._PROVE_WITHIN_S + 1
-        monkeypatch.setattr(secure.connections, "_clock", lambda: later_s)
+        secure.clock = lambda: time.monotonic() + 3
         secure.connections.tend(lambda token, name: False)
         assert len(secure.connections) == 0 and secure.counters.auth_failures == {
             "handshake_timeout": 2
@@ -722,16 +721,19 @@ def test_who_is_not_in_the_list_gets_no_answer(
     assert shown in caplog.text
 
 
+MOST_UNPROVED = 64
+
+
 def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(
     open_door: Callable[..., Door], keys: Path, listed: Path
 ) -> None:
-    door = open_door(2 * module._MOST_UNPROVED, Authority(files_of(keys, "server"), listed))
+    door = open_door(2 * MOST_UNPROVED, Authority(files_of(keys, "server"), listed))
     known = door.knock("tls", files_of(keys, "engine"))
     crowd, before = [], door.epoll.registered
-    for number in range(1, 3 * module._MOST_UNPROVED + 1):
+    for number in range(1, 3 * MOST_UNPROVED + 1):
         crowd.append(door.connect("tcp"))
         door.until(lambda number=number: door.epoll.registered == before + number)  # type: ignore[misc]
-        assert len(door.connections) <= module._MOST_UNPROVED + 1
+        assert len(door.connections) <= MOST_UNPROVED + 1
     another = door.knock("tls", files_of(keys, "other"))
     for stream in (known, another):
         stream.send(message())

@@ -161,12 +161,11 @@ def test_a_write_ends_like_a_lease_and_leaves_nothing(world: World) -> None:
 
 
 def test_one_check_ends_some_hundred_leases_and_the_next_goes_on(
-    stored: World, monkeypatch: pytest.MonkeyPatch
+    stored: World,
 ) -> None:
-    monkeypatch.setattr(network, "_ENDED_A_CALL", 2)
-    leases = [stored.lease() for _ in range(3)]
+    leases = [stored.lease() for _ in range(257)]
     wait(stored, 60_001)
-    assert list(stored.server.store.sessions[1].leases) == leases[2:]
+    assert list(stored.server.store.sessions[1].leases) == leases[256:]
     wait(stored, 1)
     assert not stored.server.store.sessions[1].leases
 

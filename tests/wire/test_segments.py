@@ -159,13 +159,19 @@ class Pins:
 OS_PAGE_BYTES = 4096
 
 
-def pool_of(directory: Path, *lengths: int) -> Segments:
-    """Segments of so many pages: all equal but for the last, which may be shorter."""
+def pool_of(directory: Path, *lengths: int, populate: int = 1, pin: int = 4) -> Segments:
+    """Segments of so many pages: all equal but for the last, which may be shorter. So many pages
+    are populated, or pinned, at once."""
     (directory / EPOCH_FILE).write_text(f"{EPOCH:016x}")
     for number, count in enumerate(lengths):
         segment_path(directory, number).write_bytes(bytes(count * OS_PAGE_BYTES))
     return Segments(
-        PoolFiles(directory), lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH
+        PoolFiles(directory),
+        lengths[0] * OS_PAGE_BYTES,
+        sum(lengths) * OS_PAGE_BYTES,
+        EPOCH,
+        populate_bytes=populate * OS_PAGE_BYTES,
+        pin_bytes=pin * OS_PAGE_BYTES,
     )
 
 
@@ -190,13 +196,11 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
     ahead: int,
     old_kernel: bool,
 ) -> None:
-    monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
-    monkeypatch.setattr(module, "_POPULATE_BYTES", ahead * OS_PAGE_BYTES)
     if old_kernel:
         monkeypatch.setattr(
             module, "_MADV_POPULATE_WRITE", 9999
         )  # as a kernel answers that does not know it
-    segments, driver = pool_of(tmp_path, *lengths), Pins()
+    segments, driver = pool_of(tmp_path, *lengths, populate=ahead), Pins()
     while segments.populate_next(driver.pin, driver.unpin):
         pass
     assert driver.sizes == [count * OS_PAGE_BYTES for count in pins]
@@ -219,11 +223,9 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
 
 
 def test_what_could_not_be_pinned_is_not_unpinned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(module, "_PIN_BYTES", OS_PAGE_BYTES)
-    monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
-    segments, driver = pool_of(tmp_path, 2, 2), Pins(refused=(0, 2))
+    segments, driver = pool_of(tmp_path, 2, 2, pin=1), Pins(refused=(0, 2))
     while segments.populate_next(driver.pin, driver.unpin):
         pass
     segments.close()
@@ -231,12 +233,10 @@ def test_what_could_not_be_pinned_is_not_unpinned(
 
 
 def test_pinning_goes_on_where_the_server_had_not_got_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
     segments, driver = pool_of(tmp_path, 5, 5), Pins()
     segment_path(tmp_path, 1).unlink()
-    monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
     assert [segments.populate_next(driver.pin, driver.unpin) for _ in range(7)] == [True] * 5 + [
         False
     ] * 2

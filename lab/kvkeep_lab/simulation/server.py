@@ -14,6 +14,7 @@ from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.store.table import PlainColumns
 from kvkeep.wire.messages import PoolPlace, WireLimits
+from kvkeep.wire.pool_files import Watch
 from kvkeep_lab.simulation.store_integrity import check_integrity
 
 
@@ -44,6 +45,7 @@ class SimulatedServer:
         before: SimulatedServer | None = None,
         old_sessions: Callable[[], int] = lambda: 0,
         now_ms: int = 0,
+        make_watch: Callable[[int], Watch | None] = lambda number: None,
     ) -> None:
         """`before` is a server that was killed: its memory is taken over and what it had is
         adopted. `old_sessions` says how many of its clients may still touch that memory."""
@@ -70,7 +72,7 @@ class SimulatedServer:
                 limits.writing_blocks_per_session,
             ),
             epoch,
-            lambda number: None,
+            make_watch,
             network_timeout_ms,
             old_sessions=old_sessions,
         )

@@ -40,6 +40,7 @@ def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: boo
 class ServerProcess:
     """`kvkeep serve` on free ports, with a pool and state of its own; all of it is gone when the
     block ends. `environment`: variables for it beside the caller's, of which it gets no KVKEEP_*.
+    `flags` may be changed: they are those of the next `start`.
 
     with ServerProcess("--pool-size", "1GiB") as server:
         cache = kvkeep.connect(server.address, ...)
@@ -52,7 +53,7 @@ class ServerProcess:
         state_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._flags = flags
+        self.flags = flags
         self._environment = environment or {}
         self._shm_dir = Path(
             flags[flags.index("--shm-dir") + 1] if "--shm-dir" in flags else "/dev/shm"
@@ -102,7 +103,7 @@ class ServerProcess:
         return [
             *(sys.executable, "-m", "kvkeep.cli.main", "serve", "--json"),
             *("--address", self.address or "tcp://127.0.0.1:0", "--http-address", "127.0.0.1:0"),
-            *("--name", self.name, "--state-dir", str(self.state_dir), *self._flags),
+            *("--name", self.name, "--state-dir", str(self.state_dir), *self.flags),
         ]
 
     def send(self, number: signal.Signals) -> None:

@@ -32,8 +32,6 @@ from kvkeep.wire.pool_files import PoolFiles
 PRESENCE_FILES = "presence-*"
 _MOST_CELLS = 1 << 20
 _POOL_BYTES_A_CELL = 1 << 10
-_POPULATE_BYTES = 8 << 20  # some milliseconds at a time
-_PIN_BYTES = 64 << 20  # the GPU's driver is blocked meanwhile: 4 ms, as measured
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,8 +55,19 @@ class Segments:
     """Maps segments on demand and turns pool offsets into addresses. `files` stay open while
     segments are mapped."""
 
-    def __init__(self, files: PoolFiles, segment_bytes: int, pool_bytes: int, epoch: int) -> None:
+    def __init__(
+        self,
+        files: PoolFiles,
+        segment_bytes: int,
+        pool_bytes: int,
+        epoch: int,
+        *,
+        populate_bytes: int = 8 << 20,  # some milliseconds at a time
+        pin_bytes: int = 64 << 20,  # the GPU's driver is blocked meanwhile: 4 ms, as measured
+    ) -> None:
         self.files = files
+        self._populate_bytes = populate_bytes
+        self._pin_bytes = pin_bytes
         self._epoch = epoch
         self._segment_bytes = segment_bytes
         self._pool_bytes = pool_bytes
@@ -123,7 +132,7 @@ class Segments:
         False if there is nothing to do for now.
 
         For an idle thread: on 4 KiB pages this runs at about a gigabyte a second. `pin` is called
-        with the address and size of each 64 MiB that are mapped; `unpin` is called for those that
+        with the address and size of each `pin_bytes` that are mapped; `unpin` is called for those that
         `pin` accepted before they are unmapped."""
         if self._populated >= self._pool_bytes:
             return False
@@ -134,15 +143,16 @@ class Segments:
             return False  # the server has not made it yet
         mapped = self._maps[number]
         assert mapped is not None
-        nbytes = min(_POPULATE_BYTES, len(mapped) - within)
+        nbytes = min(self._populate_bytes, len(mapped) - within)
         with contextlib.suppress(OSError):  # a kernel before 5.14: pages are mapped as they come
             _populate(int(self._bases[number]) + within, nbytes)
         self._populated += nbytes
         if pin is not None:
             stop = within + nbytes
-            start = (stop - 1) // _PIN_BYTES * _PIN_BYTES
+            start = (stop - 1) // self._pin_bytes * self._pin_bytes
             address = int(self._bases[number]) + start
-            if (stop % _PIN_BYTES == 0 or stop == len(mapped)) and pin(address, stop - start):
+            is_last = stop == len(mapped)
+            if (is_last or stop % self._pin_bytes == 0) and pin(address, stop - start):
                 self._unpin = unpin
                 self._pinned.append(address)
         return True
