@@ -89,8 +89,6 @@ NIGHTLY_PARAMETERS = ("[mooncake]",)
 NIGHTLY: tuple[str, ...] = (
     "chaos/test_real.py",
     "deploy/test_image.py",
-    "lab/chaos/test_run.py::test_a_flipped_bit_in_a_length",
-    "lab/fuzz/test_http.py::test_it_is_quiet",
 )
 
 

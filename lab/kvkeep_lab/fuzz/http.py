@@ -141,14 +141,8 @@ def run_http(data: bytes) -> Ran:
 
 
 def _request(choices: Choices, app: App) -> None:
-    template = choices.pick(sorted(app.description["paths"]))
-    operations = app.description["paths"][template]
-    method = (
-        choices.pick(_METHODS).upper()
-        if choices.seldom()
-        else choices.pick(sorted(operations)).upper()
-    )
-    operation = operations.get(method.lower(), {})
+    template, method = _operation(choices, app.description["paths"])
+    operation = app.description["paths"][template].get(method.lower(), {})
     path, query = template, []
     for parameter in operation.get("parameters", ()):
         value = _text(choices, app, parameter["schema"])
@@ -168,6 +162,15 @@ def _request(choices: Choices, app: App) -> None:
     encoded = "&".join(query).encode(errors="replace") + odd_query
     status, content = app.ask(method, path, encoded, headers, body)
     _check(app, operation, method, status, content)
+
+
+def _operation(choices: Choices, paths: dict[str, Any]) -> tuple[str, str]:
+    """A path and a method. The method is chosen first: most paths can only be read, and a kind of
+    operation that few paths have would hardly be tried. Seldom any method on any path."""
+    if choices.seldom():
+        return choices.pick(sorted(paths)), choices.pick(_METHODS).upper()
+    method = choices.pick(sorted({each for operations in paths.values() for each in operations}))
+    return choices.pick(sorted(path for path in paths if method in paths[path])), method.upper()
 
 
 def _body(choices: Choices, app: App, operation: dict[str, Any]) -> bytes:
