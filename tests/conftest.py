@@ -46,6 +46,7 @@ SLOW = (
     "cli/test_doctor.py",
     "cli/test_plan.py",
     "cli/test_prefetch.py",
+    "cli/test_record.py",
     "cli/test_top.py",
     "cli/test_remote.py",
     "cli/test_serve",

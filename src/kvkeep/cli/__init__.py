@@ -13,6 +13,7 @@ tiers.py         `kvkeep tiers`
 prefetch.py      `kvkeep prefetch`
 verify.py        `kvkeep verify`, of a server or of a disk that none uses
 plan.py          `kvkeep plan`
+record.py        `kvkeep record` and `kvkeep replay`
 keygen.py        `kvkeep keygen`
 certificates.py  the certificates that it makes
 demo.py          `kvkeep demo`

@@ -29,6 +29,7 @@ from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
 from kvkeep.cli.plan import show_plan
 from kvkeep.cli.prefetch import prefetch
+from kvkeep.cli.record import record, replay_recording
 from kvkeep.cli.serve import ServeCommand, serve
 from kvkeep.cli.tiers import tiers
 from kvkeep.cli.top import top
@@ -56,6 +57,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Tools": {
         "plan": "Show what memory and disk a trace of requests is worth.",
+        "record": "Record a server's requests, without tenants' content.",
+        "replay": "Carry out recorded requests again, and compare.",
         "keygen": "Make certificates and an admin token.",
         "verify": "Compare every block on disk with its checksum.",
         "bench": "Measure this machine.",
@@ -108,6 +111,8 @@ app.command("tiers")(tiers)
 app.command("prefetch")(prefetch)
 app.command("verify")(verify)
 app.command("plan")(show_plan)
+app.command("record")(record)
+app.command("replay")(replay_recording)
 app.command("demo")(demo)
 app.command("keygen")(keygen)
 app.add_typer(tenants.app, name="tenants")

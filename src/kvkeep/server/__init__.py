@@ -23,6 +23,7 @@ quotas.py       tenants' quotas, kept on disk
 scrub.py        adopted blocks, checked in the background
 counters.py     what has happened, counted
 attribution.py  why the store lacked what a lookup asked for
+recording.py    requests, recorded without what tells whose they are
 explain.py      what the last requests were served from, and why the rest missed
 figures.py      what the cache gave: tokens and time saved
 status.py       the server at one moment

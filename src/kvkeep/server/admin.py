@@ -26,6 +26,7 @@ from kvkeep.server.lower_tier import TierShown
 from kvkeep.server.movement import Movement
 from kvkeep.server.prefetches import PrefetchShown
 from kvkeep.server.quotas import KeptQuotas
+from kvkeep.server.recording import STOPPED, Recorder, Taken, check_wanted
 from kvkeep.server.settings import TABLE, Settings, SettingShown
 from kvkeep.server.status import (
     Snapshot,
@@ -153,6 +154,55 @@ class Admin:
 
     def settings(self) -> list[SettingShown]:
         return self.daemon.settings.describe()
+
+    # -- recording
+
+    def record(self, seconds: float, most_bytes: int) -> int:
+        """Begins to record requests. Returns the number by which the recording is taken."""
+        check_wanted(seconds, most_bytes)
+        daemon, kept = self.daemon, self.daemon.kept_quotas
+
+        def begin() -> Recorder:
+            service, now_ms = daemon.service, daemon.now_ms()
+            if service.recorder is not None and not service.recorder.is_over(now_ms):
+                raise RequestError(
+                    "recording",
+                    "another `kvkeep record` records this server's requests",
+                    hint="wait until it has ended; one that was killed ends after 10 seconds",
+                )
+            sessions = service.sessions.all()
+            service.recorder = Recorder(daemon.store, sessions, kept, seconds, most_bytes, now_ms)
+            return service.recorder
+
+        recorder = self.in_loop(begin)
+        log.info("recording requests for %g s: an operator asked for it", seconds)
+        return recorder.number
+
+    def take_recorded(self, number: int) -> Taken:
+        """The next lines of a recording. With its last ones the server forgets it."""
+        recorder = self._recorder(number)
+        taken = recorder.describe(self.in_loop(lambda: recorder.collect(self.daemon.now_ms())))
+        if taken.ended:
+            self.in_loop(lambda: self._forget(recorder))
+            log.info("the recording of requests has ended: %s", taken.ended)
+        return taken
+
+    def stop_recording(self, number: int) -> None:
+        """What waits can still be taken."""
+        recorder = self._recorder(number)
+        self.in_loop(lambda: recorder.end(STOPPED))
+
+    def _recorder(self, number: int) -> Recorder:
+        recorder = self.daemon.service.recorder
+        if recorder is None or recorder.number != number:
+            raise RequestError(
+                "unknown_recording", "there is no such recording; it has ended, or was not taken"
+            )
+        return recorder
+
+    def _forget(self, recorder: Recorder) -> None:
+        if self.daemon.service.recorder is recorder:
+            self.daemon.service.recorder = None
 
     # -- changing
 

@@ -267,7 +267,10 @@ class Daemon:
             self._connections.tend(self.service.sessions.is_on)
             self._check_lock()
             self.last_turn = time.monotonic()
-        self.service.counters.turns.add((time.monotonic() - self.busy_since) * 1e6)
+        took_us = (time.monotonic() - self.busy_since) * 1e6
+        self.service.counters.turns.add(took_us)
+        if self.service.recorder is not None:
+            self.service.recorder.note_turn(self.now_ms(), took_us)
 
     def _answer(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         return self.service.handle(frames, self.now_ms(), caller, peer)

@@ -34,6 +34,7 @@ from kvkeep.server.log_limits import ProblemLog
 from kvkeep.server.lower_tier import TierShown
 from kvkeep.server.metrics import make_registry
 from kvkeep.server.prefetches import PrefetchShown
+from kvkeep.server.recording import Taken
 from kvkeep.server.settings import SettingShown
 from kvkeep.server.status import Status, TenantShown
 from kvkeep.server.verification import VerificationShown
@@ -52,6 +53,8 @@ _STATUS: Final = {
     "no_tiers": 409,
     "unknown_prefetch": 404,
     "unknown_request": 404,
+    "recording": 409,
+    "unknown_recording": 404,
     "loop_busy": 503,
     "outcome_unknown": 504,
     "not_saved": 500,
@@ -89,6 +92,20 @@ class PrefetchWanted(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     tenant: str = Field(description="A tenant id. Never a salt.")
     most_bytes: int | None = Field(default=None, ge=1)
+
+
+class RecordingWanted(BaseModel):
+    """For how long to record requests, and how many bytes of lines at most."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    seconds: float
+    most_bytes: int
+
+
+class RecordingBegun(BaseModel):
+    """The number by which the recording is taken and stopped."""
+
+    recording: int
 
 
 class Cancelled(BaseModel):
@@ -157,6 +174,7 @@ def make_app(
     app.add_exception_handler(Exception, partial(_failed, problems))
     _add_health(app, admin.daemon, stuck_after_s)
     _add_metrics(app, admin)
+    _add_recording(app, admin)
     _add_tenants(app, admin)
     _add_tiers(app, admin)
     _add_settings(app, admin)
@@ -245,6 +263,29 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
     )
     def drain() -> Drain:
         return admin.drain()
+
+
+def _add_recording(app: FastAPI, admin: Admin) -> None:
+    @app.post("/v1/recording", tags=["status"], summary="Begin to record requests", status_code=201)
+    def record(wanted: RecordingWanted) -> RecordingBegun:
+        return RecordingBegun(recording=admin.record(wanted.seconds, wanted.most_bytes))
+
+    @app.post(
+        "/v1/recording/{number}/lines",
+        tags=["status"],
+        summary="Take the next lines of a recording",
+        response_model=Taken,
+    )
+    def take(number: int) -> Response:
+        # Encoded in this worker thread: see list_tenants.
+        taken = admin.take_recorded(number)._asdict()
+        return Response(msgspec.json.encode(taken), media_type="application/json")
+
+    @app.delete(
+        "/v1/recording/{number}", tags=["status"], summary="Stop recording", status_code=204
+    )
+    def stop(number: int) -> None:
+        admin.stop_recording(number)
 
 
 def _add_tiers(app: FastAPI, admin: Admin) -> None:

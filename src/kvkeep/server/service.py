@@ -27,6 +27,7 @@ from kvkeep.server.explain import Explanations
 from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.log_limits import LineLimit
+from kvkeep.server.recording import Recorder
 from kvkeep.server.sessions import (
     NetworkLease,
     NetworkWrite,
@@ -108,6 +109,7 @@ class Service:
         self.epoch = epoch
         self.verify = verify
         self.tiers: Tiers | None = None
+        self.recorder: Recorder | None = None  # while an operator records requests
         self.draining = False
         self._memory = memory
         self._place = place
@@ -149,6 +151,7 @@ class Service:
         payload: list[bytes] = []
         kind = "unreadable"
         reply: m.Reply
+        request: m.Request | None = None
         try:
             request = decode_request(header, frames, self._limits.frame_bytes)
             kind = type(request).__name__
@@ -164,8 +167,15 @@ class Service:
             reply = m.Refused(
                 "internal_error", "the server failed on this request", hint="see the server's log"
             )
-        self.counters.latency.setdefault(kind, Latency()).add((time.perf_counter() - started) * 1e6)
-        return encode(Header(header.session, header.number), reply, payload)
+        took_us = (time.perf_counter() - started) * 1e6
+        self.counters.latency.setdefault(kind, Latency()).add(took_us)
+        encoded = encode(Header(header.session, header.number), reply, payload)
+        if self.recorder is not None and request is not None:
+            nbytes = len(frames[1]) + len(encoded[1])
+            self.recorder.note(
+                now_ms, header.session, header.number, request, reply, took_us, nbytes
+            )
+        return encoded
 
     def end_dead_sessions(self, now_ms: int) -> int:
         """Releases what dead processes held. Returns how many died."""
@@ -341,6 +351,8 @@ class Service:
         return m.Done()
 
     def _end(self, session: ServerSession, now_ms: int) -> None:
+        if self.recorder is not None:
+            self.recorder.note_end(now_ms, session.token)
         self.store.close_session(session.number, now_ms)
         self.sessions.remove(session)
         self._paces.end(session.owner, session.pace, now_ms)
