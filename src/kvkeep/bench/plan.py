@@ -18,8 +18,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from kvkeep.bench.replay import SERVERS_POLICY, Replayed, memory_hits, replay
@@ -111,11 +113,11 @@ def plan(
     sizes = sorted(set(memory) or {max(1, trace.distinct // part) for part in _PARTS})[:_MOST_ROWS]
     disks = sorted(set(disk) or {-(-trace.distinct // 4), trace.distinct})[:_MOST_ROWS]
     total = len(sizes) + len(disks)
-    workers = min(total, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(workers) as pool:
+    cores = min(total, len(os.sched_getaffinity(0)))
+    with _Workers(path, trace.block_tokens) as workers, ThreadPoolExecutor(cores) as pool:
         found, rows = dict[int, Sequence[int]](), list[Row]()
         for size, in_memory in zip(
-            sizes, pool.map(partial(_memory_hits, path, trace), sizes), strict=True
+            sizes, pool.map(partial(_memory_hits, workers, trace), sizes), strict=True
         ):
             found[size] = in_memory
             replayed = replay(trace, SERVERS_POLICY, in_memory, 0)
@@ -123,9 +125,9 @@ def plan(
             report(len(rows), total)
         at = _knee(rows)
         knee = rows[at] = replace(rows[at], knee=True)
-        beside = partial(_with_disk, path, trace, found[knee.memory_blocks])
-        for size, replayed in zip(disks, pool.map(beside, disks), strict=True):
-            rows.append(_row(trace, costs, knee.memory_blocks, size, replayed))
+        beside = partial(workers.replay, 0, found[knee.memory_blocks])
+        for size, sums in zip(disks, pool.map(beside, disks), strict=True):
+            rows.append(_row(trace, costs, knee.memory_blocks, size, Replayed(*sums)))
             report(len(rows), total)
     best = _best(knee, rows[len(sizes) :])
     seconds = (trace.times[-1] - trace.times[0]) / 1000
@@ -197,45 +199,67 @@ def _words(memory: Sequence[Row], knee: Row, best: Row, costs: Costs) -> str:
     return " ".join(words)
 
 
-# -- replays, each in a process of its own
+# -- replays, in processes of their own
 
 
-def _memory_hits(path: str, trace: Trace, memory_blocks: int) -> Sequence[int]:
+def _memory_hits(workers: _Workers, trace: Trace, memory_blocks: int) -> Sequence[int]:
     if memory_blocks >= trace.distinct:  # as fast as a process starts
         return memory_hits(trace, memory_blocks)
-    return _in_process(path, trace.block_tokens, memory_blocks, 0, "")
+    return workers.replay(memory_blocks, [], 0)
 
 
-def _with_disk(path: str, trace: Trace, in_memory: Sequence[int], disk_blocks: int) -> Replayed:
-    return Replayed(
-        *_in_process(path, trace.block_tokens, 0, disk_blocks, json.dumps(list(in_memory)))
-    )
+class _Workers:
+    """Processes that replay sizes, as many as there are calls at a time. Each reads the trace once."""
+
+    def __init__(self, path: str, block_tokens: int) -> None:
+        self._program = [sys.executable, "-m", "kvkeep.bench.plan", path, str(block_tokens)]
+        self._idle: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in self._idle:
+            worker.communicate()
+
+    def replay(self, memory_blocks: int, in_memory: Sequence[int], disk_blocks: int) -> list[int]:
+        """Memory's hits of each request; with a disk, beside a memory that had these blocks, the
+        sums of Replayed."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            pipe = subprocess.PIPE
+            worker = subprocess.Popen(
+                self._program, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+            )
+        assert worker.stdin is not None and worker.stdout is not None
+        with suppress(BrokenPipeError):  # the worker has ended, and says why
+            print(json.dumps([memory_blocks, list(in_memory), disk_blocks]), file=worker.stdin)
+            worker.stdin.flush()
+        if not (line := worker.stdout.readline()):
+            _, said = worker.communicate()
+            raise KVKeepError(f"a replay ended with exit code {worker.returncode}: {said.strip()}")
+        self._idle.append(worker)
+        replayed: list[int] = json.loads(line)
+        return replayed
 
 
-def _in_process(
-    path: str, block_tokens: int, memory_blocks: int, disk_blocks: int, given: str
-) -> list[int]:
-    program = [sys.executable, "-m", "kvkeep.bench.plan"]
-    done = subprocess.run(
-        [*program, path, str(block_tokens), str(memory_blocks), str(disk_blocks)],
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise KVKeepError(f"a replay ended with exit code {done.returncode}: {done.stderr.strip()}")
-    said: list[int] = json.loads(done.stdout)
-    return said
-
-
-def _replay(path: str, block_tokens: int, memory_blocks: int, disk_blocks: int) -> Sequence[int]:
-    """Memory's hits of each request, or with a disk the sums of Replayed; stdin has memory's."""
+def _work(path: str, block_tokens: int) -> None:
+    """One worker: replays what stdin says, line by line."""
     trace = read_trace(path, block_tokens)
-    if not disk_blocks:
-        return memory_hits(trace, memory_blocks)
-    return replay(trace, SERVERS_POLICY, json.load(sys.stdin), disk_blocks)
+    for line in sys.stdin:
+        memory_blocks, in_memory, disk_blocks = json.loads(line)
+        if disk_blocks:
+            replayed = list(replay(trace, SERVERS_POLICY, in_memory, disk_blocks))
+        else:
+            replayed = list(memory_hits(trace, memory_blocks))
+        print(json.dumps(replayed), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(list(_replay(sys.argv[1], *map(int, sys.argv[2:])))))
+    _work(sys.argv[1], int(sys.argv[2]))

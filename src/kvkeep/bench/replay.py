@@ -116,7 +116,7 @@ def memory_hits(trace: Trace, memory_blocks: int) -> Sequence[int]:
     for now_ms, blocks in trace:
         keys = keys_of[np.frombuffer(blocks, np.int64)].tobytes() if blocks else b""
         found.append(memory.lookup(keys, now_ms))
-        memory.put(keys, now_ms)
+        memory.put(keys, found[-1], now_ms)
     return found
 
 
@@ -135,14 +135,17 @@ def replay(trace: Trace, policy: str, in_memory: Sequence[int], disk_blocks: int
     from_memory = sum(in_memory)
     if not disk_blocks:
         return Replayed(from_memory, 0, from_memory)
-    disk, admits = _Cache(disk_blocks), DISK_POLICIES[policy](disk_blocks)
+    admits = DISK_POLICIES[policy](disk_blocks)
+    # `idle_ms`, which this policy asks for, needs the order of a real store.
+    is_roomy = disk_blocks >= trace.distinct and not isinstance(admits, _TenMinutes)
+    disk = _RoomyCache(disk_blocks) if is_roomy else _Cache(disk_blocks)
     keys_of, hits, writes = trace.keys(), 0, 0
     for (now_ms, blocks), had in zip(trace, in_memory, strict=True):
         keys = keys_of[np.frombuffer(blocks, np.int64)].tobytes() if blocks else b""
         on_disk = disk.lookup(keys, now_ms)
         hits += max(had, on_disk)
         wanted = max(admits.wanted(keys, had, disk, now_ms), on_disk)
-        writes += disk.put(keys[: wanted * KEY_BYTES], now_ms)
+        writes += disk.put(keys[: wanted * KEY_BYTES], on_disk, now_ms)
     return Replayed(hits, writes, from_memory)
 
 
@@ -165,16 +168,18 @@ class _Cache:
         return self._blocks - len(self.store.blocks.table)
 
     def lookup(self, keys: bytes, now_ms: int) -> int:
-        """How many leading blocks are there."""
-        self._requests += 1
-        hit = self.store.lookup(_SESSION, self._requests, "replay", self._layout, keys, 0, now_ms)
-        self.store.release(_SESSION, self._requests, now_ms)
-        return hit.blocks
+        """How many leading blocks are there. Leases none: `put` follows, which counts as the use of
+        all of them."""
+        skip, layout = len(keys) // KEY_BYTES, self._layout
+        return self.store.lookup(_SESSION, 0, "replay", layout, keys, skip, now_ms).blocks
 
-    def put(self, keys: bytes, now_ms: int) -> int:
-        """Stores a chain as far as there is room. Returns how many blocks were written."""
+    def put(self, keys: bytes, found: int, now_ms: int) -> int:
+        """Stores a chain, whose first `found` blocks are there, as far as there is room. Returns how
+        many blocks were written."""
         written = 0
-        for start in range(0, len(keys), BLOCKS_PER_STORE * KEY_BYTES):
+        # A chain that is there as a whole is only used: its last block tells which.
+        known = min(found * KEY_BYTES, max(len(keys) - KEY_BYTES, 0))
+        for start in range(known, len(keys), BLOCKS_PER_STORE * KEY_BYTES):
             parent = keys[max(start - KEY_BYTES, 0) : start]
             part = keys[start : start + BLOCKS_PER_STORE * KEY_BYTES]
             self._requests += 1
@@ -201,6 +206,27 @@ class _Cache:
             return 0
         used = bisect_left(self._sequences, int(many.used[leaves].min()))
         return now_ms - self._times[min(used, len(self._times) - 1)]
+
+
+class _RoomyCache(_Cache):
+    """A store with room for all blocks of a trace: it never evicts, so the keys are enough."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._there: set[bytes] = set()
+
+    @property
+    def free_blocks(self) -> int:
+        return self._blocks - len(self._there)
+
+    def lookup(self, keys: bytes, now_ms: int) -> int:
+        there, each = self._there, split_keys(keys)
+        return next((n for n, key in enumerate(each) if key not in there), len(each))
+
+    def put(self, keys: bytes, found: int, now_ms: int) -> int:
+        before = len(self._there)
+        self._there.update(split_keys(keys))
+        return len(self._there) - before
 
 
 class _Policy(Protocol):

@@ -23,7 +23,9 @@ _DEFAULT = Costs()
 def show_plan(
     trace: Annotated[
         str,
-        typer.Argument(help="Requests: in Mooncake's format, a log of vLLM that lists tokens, or a recording."),
+        typer.Argument(
+            help="Requests: in Mooncake's format, a log of vLLM that lists tokens, or a recording."
+        ),
     ],
     memory: Annotated[
         str, typer.Option(help="Sizes of memory to try, with commas between; auto: by the trace.")
