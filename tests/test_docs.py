@@ -77,7 +77,7 @@ def empty_status() -> Status:
         *("", "", 0, "", "", "", 0.0, True, False),
         PoolShown(0, 0, 0, 0, 0, "", {}, {}),
         QuotasShown(0, 0, 0, False),
-        *([], 0, 0, 0, 0, [], {}, FiguresShown(), [], {}, {}, None, {}),
+        *({}, [], 0, 0, 0, 0, [], {}, FiguresShown(), [], {}, {}, None, {}),
         dict.fromkeys(metrics_of(Counters, ""), 0),
         *({}, {}),
         RestartShown(),

@@ -146,7 +146,7 @@ def counting(tokens: list[int], salt: str | None = None, **more: Any) -> Prompt:
 
 
 def status(server: ServerProcess) -> dict[str, Any]:
-    answer: dict[str, Any] = ask(server.http, "/v1/status")
+    answer: dict[str, Any] = ask(server.http, "/v1/status", needs_token=True)
     return answer
 
 

@@ -117,6 +117,9 @@ def test_it_shows_what_the_cache_gave(server: ServerProcess, browser: Browser) -
     assert tile(tab, "Tokens computed").startswith(f"{figures['tokens_computed']:,}")
     assert tile(tab, "Time saved").split()[1] == "s"
     assert "default" in text(tab, "tenants") and "disk" in text(tab, "tiers")
+    (model,) = [each["model"] for each in status_of(server)["models"] if each["usage_bytes"]]
+    map_by_model = tab.find_element(By.ID, "model-map")
+    assert f"Memory by model: {model} " in str(map_by_model.get_attribute("aria-label"))
     assert "Enter the admin token" in text(tab, "sessions")
     assert "Enter the admin token" in text(tab, "requests")
     assert tab.current_url.endswith("/dashboard")

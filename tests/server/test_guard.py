@@ -154,6 +154,24 @@ def test_a_long_body_is_refused_whether_or_not_it_says_its_length() -> None:
 # -- the token
 
 
+@pytest.mark.parametrize(
+    ("headers", "access", "admin", "may"),
+    [
+        ({}, CHANGES, False, False),
+        ({"authorization": "Bearer wrong"}, CHANGES, False, False),
+        (WITH_TOKEN, CHANGES, False, True),
+        (WITH_TOKEN, EVERYTHING, False, True),
+        ({}, CHANGES, True, True),
+    ],
+)
+def test_a_route_that_is_open_learns_whether_an_operator_asks(
+    headers: dict[str, str], access: Access, admin: bool, may: bool
+) -> None:
+    state: dict[str, Any] = {"is_admin": lambda: admin}
+    assert through("GET", {"host": "localhost"} | headers, access=access, state=state)[0] == 200
+    assert state["is_operator"] is may
+
+
 @pytest.mark.parametrize("given", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"BEARER  {TOKEN} "])
 def test_the_token_opens(given: str) -> None:
     check_token({"authorization": given}, TOKEN.encode())

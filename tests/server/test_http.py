@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -491,6 +492,22 @@ def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
     )
     assert said["pool"]["blocks"] == {"writing": 2, "waiting": 0, "ready": 3, "evicting": 0}
     assert said["writes"] == 1 and said["tenants"] == 2
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer wrong"])
+def test_without_the_token_a_status_counts_sessions_and_does_not_name_them(
+    running: Any, authorization: str
+) -> None:
+    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer.attach()
+    parts = {"model": "m"}
+    peer.ask(m.LayoutOpened, m.OpenLayout(b"f" * 16, [64], parts=parts, role="lighthouse"))
+    status, said = running.ask("/v1/status", headers={"authorization": authorization})
+    assert status == 200 and said["sessions"] is None and said["not_shared"] is None
+    assert said["open_sessions"] == {"shared_memory": 0, "network": 1, "none": 0}
+    assert "lighthouse" not in json.dumps(said)
+    [shown] = running.ask("/v1/status")[1]["sessions"]
+    assert (shown["role"], shown["engine"]) == ("lighthouse", "peer")
 
 
 @pytest.mark.parametrize("version", ["abc", "1..0", "1.0." + 5000 * "9"])

@@ -55,6 +55,7 @@ def test_a_scrape_shows_pool_blocks_and_tenants(start: Start) -> None:
     assert value(samples, "kvkeep_pool_used_bytes", state="ready") == 3 * 4096
     assert value(samples, "kvkeep_pool_used_bytes", state="writing") == 2 * 4096
     assert value(samples, "kvkeep_tenant_usage_bytes", tenant=TENANT) == 3 * 4096
+    assert value(samples, "kvkeep_model_usage_bytes", model="unknown") == 5 * 4096
     assert value(samples, "kvkeep_tenant_quota_bytes", tenant=TENANT) == 1 << 20
     assert value(samples, "kvkeep_tenant_quota_bytes", tenant="default") == 4096
     assert value(samples, "kvkeep_quota_promised_bytes") == 4096

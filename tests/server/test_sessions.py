@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,8 +186,7 @@ def test_a_status_has_a_limited_number_of_pairs_and_of_text() -> None:
 
 
 def status_of(server: ServerProcess) -> Any:
-    with urllib.request.urlopen(f"http://{server.http}/v1/status", timeout=30) as answer:
-        return json.load(answer)
+    return server.ask()
 
 
 def connected(

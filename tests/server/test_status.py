@@ -7,7 +7,10 @@ import pytest
 
 from kvkeep.server import status as module
 from kvkeep.server.counters import CountsByTenant
+from kvkeep.server.figures import MODELS
 from kvkeep.store.tenants import Tenant, Tenants
+from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.peer import Peer, chain
 
 Start = Callable[..., Any]
 
@@ -33,6 +36,39 @@ def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
     }
     assert sum(pool.used_bytes.values()) == store.tenants.get("default").usage_bytes
     assert pool.slabs - pool.unused_slabs == 2
+
+
+def test_memory_adds_up_by_model(start: Start) -> None:
+    """Also with blocks of which no engine says whose they are, and of two identities of a model."""
+    running = start()
+    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer.attach()
+    running.store("default", 3)
+    for fingerprint, model, blocks in (("a", "one", 4), ("b", "one", 2), ("c", "two", 1)):
+        opened = m.OpenLayout(fingerprint.encode() * 16, [8192], parts={"model": model})
+        layout = peer.ask(m.LayoutOpened, opened).layout
+        peer.store(layout, chain(fingerprint, blocks), [bytes(8192)] * blocks)
+    status = running.http.admin.status()
+    shown = {each.model: (each.blocks, each.usage_bytes) for each in status.models}
+    assert shown == {"unknown": (3, 3 * 4096), "one": (6, 6 * 8192), "two": (1, 8192)}
+    assert sum(nbytes for _, nbytes in shown.values()) == sum(status.pool.used_bytes.values())
+    known = m.OpenLayout(b"f" * 16, [4096], parts={"model": "three"})
+    peer.ask(m.LayoutOpened, known)
+    shown = {each.model: each.blocks for each in running.http.admin.status().models}
+    assert shown == {"one": 6, "two": 1, "three": 3}
+
+
+def test_models_without_number_are_counted_together(start: Start) -> None:
+    running = start("--max-layouts", "64")
+    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    for number in range(40):
+        if number % 16 == 0:  # as many as a session may open
+            peer.attach()
+        opened = m.OpenLayout(bytes([number]) * 16, [64], parts={"model": f"model {number}"})
+        layout = peer.ask(m.LayoutOpened, opened).layout
+        peer.store(layout, chain(str(number), 1), [bytes(64)])
+    shown = {each.model: each.blocks for each in running.http.admin.status().models}
+    assert len(shown) == MODELS + 1 and shown["other"] == 40 - MODELS and shown["model 0"] == 1
 
 
 def test_a_snapshot_does_not_change_with_the_server(start: Start) -> None:

@@ -306,7 +306,7 @@ class RealRun:
     def _held(self) -> int:
         """Leases, writes and sessions that the server keeps for somebody."""
         status = self._server.ask()
-        held = status["leases"] + status["writes"] + len(status["sessions"])
+        held = status["leases"] + status["writes"] + sum(status["open_sessions"].values())
         return int(held + status["restart"]["held_by_old_sessions"])
 
     def _result(self, seconds: float) -> dict[str, Any]:

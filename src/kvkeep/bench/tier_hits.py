@@ -222,14 +222,17 @@ class _Server:
 
     def restart(self, *, empty_disk: bool) -> None:
         """The next server begins with empty memory. What was stored is on disk first."""
-        self._sessions = max(self._sessions, len(self._get("/v1/status")["sessions"]))
+        self._sessions = max(self._sessions, self._open_sessions())
         self.process.stop()
         if empty_disk and self._directory is not None:
             shutil.rmtree(self._directory)
         self.process.start("--fresh")
 
     def has_all_sessions(self) -> bool:
-        return len(self._get("/v1/status")["sessions"]) >= self._sessions
+        return self._open_sessions() >= self._sessions
+
+    def _open_sessions(self) -> int:
+        return sum(self._get("/v1/status")["open_sessions"].values())
 
     def wait_until_on_disk(self, blocks: int) -> None:
         until = time.monotonic() + _WITHIN_S

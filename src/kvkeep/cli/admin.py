@@ -28,7 +28,7 @@ settings_app = typer.Typer(
 
 def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False) -> None:
     """Show the server: its pool, sessions, hits and largest tenants."""
-    said = ask(http, "/v1/status", token_file=token_file)
+    said = ask(http, "/v1/status", token_file=token_file, needs_token=True)
     if json:
         show_json(said)
         return
@@ -36,7 +36,7 @@ def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Jso
     if said["sessions"]:
         print()
         show_table(*session_rows(said["sessions"]))
-    for pair in said["not_shared"]:
+    for pair in said["not_shared"] or ():
         print()
         print("\n".join(why_not_shared(pair)))
     if said["largest_tenants"]:
@@ -130,10 +130,16 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("evictions", evictions(said)),
         ("lookups", f"{counters['lookups']:,}, {found}"),
         ("stored", stored),
-        ("sessions", f"{len(said['sessions'])}, {leases}, {stores} under way"),
+        ("sessions", f"{sessions(said)}, {leases}, {stores} under way"),
         ("tenants", f"{said['tenants']:,}, {format_size(quotas['promised_bytes'])} promised"),
     ]
     return lines + [("tier", tier_line(tier)) for tier in said["tiers"]] + _warnings(said)
+
+
+def sessions(said: dict[str, Any]) -> str:
+    """How many there are. A server tells which ones to those who have its token."""
+    count = sum(said["open_sessions"].values())
+    return f"{count}{' (the token shows which)' if count and said['sessions'] is None else ''}"
 
 
 def evictions(said: dict[str, Any]) -> str:

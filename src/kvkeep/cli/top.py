@@ -62,7 +62,7 @@ def top(
 
 
 def _look(http: str, token_file: Any) -> tuple[dict[str, Any], float]:
-    said: dict[str, Any] = ask(http, "/v1/status", token_file=token_file)
+    said: dict[str, Any] = ask(http, "/v1/status", token_file=token_file, needs_token=True)
     return said, time.monotonic()
 
 
@@ -91,6 +91,7 @@ def view(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[st
         "tenants": now["largest_tenants"],
         "models": now["models"],
         "tiers": now["tiers"],
+        "open_sessions": now["open_sessions"],
         "sessions": now["sessions"],
     }
 
@@ -122,8 +123,14 @@ def screen(said: dict[str, Any]) -> Group:
             ],
         ),
         _table(
-            ("model", *FIGURE_COLUMNS),
-            [(each["model"], *figure_cells(each["figures"])) for each in said["models"]],
+            ("model", "memory", "blocks", *FIGURE_COLUMNS),
+            [
+                (
+                    *(each["model"], format_size(each["usage_bytes"]), each["blocks"]),
+                    *figure_cells(each["figures"]),
+                )
+                for each in said["models"]
+            ],
         ),
         _table(
             ("session", "engine", "model", "role", "leases", *FIGURE_COLUMNS),
@@ -132,7 +139,7 @@ def screen(said: dict[str, Any]) -> Group:
                     *(str(each["session"]), each["engine"], each["model"] or "-"),
                     *(each["role"] or "-", each["leases"], *figure_cells(each["figures"])),
                 )
-                for each in said["sessions"]
+                for each in said["sessions"] or ()
             ],
         ),
     ]

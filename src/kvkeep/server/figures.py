@@ -14,6 +14,7 @@ from kvkeep.wire.messages import RequestReport
 
 MODELS: Final = 32  # counted by name; further ones count under OTHER_MODELS
 OTHER_MODELS: Final = "other"
+UNKNOWN_MODEL: Final = "unknown"  # no engine has named it
 _MOST_TOKENS: Final = 1 << 32  # of one request, as far as it is believed
 _MOST_US: Final = 3_600_000_000
 
@@ -86,10 +87,15 @@ class FiguresByModel:
 
     def of(self, model: str) -> Figures:
         """Where to count what concerns this model."""
-        name = model or "unknown"
+        return self._by_model[self.name_of(model)]
+
+    def name_of(self, model: str) -> str:
+        """Under which name a model counts from now on."""
+        name = model or UNKNOWN_MODEL
         if name not in self._by_model and len(self._by_model) >= MODELS:
             name = OTHER_MODELS
-        return self._by_model.setdefault(name, Figures())
+        self._by_model.setdefault(name, Figures())
+        return name
 
     def all(self) -> Mapping[str, Figures]:
         return self._by_model

@@ -2,6 +2,7 @@
 
     /healthz, /readyz      open to all, at any time: they wait for no other request
     /v1/explain            needs the token: it tells of tenants' requests
+    /v1/status             open on loopback; without the token it leaves out whose sessions are open
     other reading routes   open on loopback; need the token beyond it, and if `admin_token` is set
     routes that change     need the token, on loopback too
     the dashboard's files  open to all: they hold nothing of the server
@@ -124,6 +125,18 @@ class Guard:
         )
         if needs_token and not is_admin():
             check_token(headers, self._access.token(), self._access.hint)
+        # Routes that are open to all may tell an operator more.
+        has_proof = needs_token or is_admin() or self._has_token(headers)
+        scope.setdefault("state", {})["is_operator"] = has_proof
+
+    def _has_token(self, headers: Mapping[str, str]) -> bool:
+        if "authorization" not in headers:
+            return False
+        try:
+            check_token(headers, self._access.token())
+        except RequestError:
+            return False
+        return True
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:

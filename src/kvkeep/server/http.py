@@ -12,6 +12,7 @@ Changes need a token, and with `admin_token` set so does reading; /healthz and /
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -241,8 +242,10 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/v1/status", tags=["status"], summary="The server at this moment")
-    def status() -> Status:
-        return admin.status()
+    def status(request: Request) -> Status:
+        now = admin.status()
+        is_operator = getattr(request.state, "is_operator", False)
+        return now if is_operator else replace(now, sessions=None, not_shared=None)
 
     @app.get(
         "/v1/explain",

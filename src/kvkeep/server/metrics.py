@@ -31,9 +31,6 @@ from kvkeep.server.counters import (
 )
 from kvkeep.server.status import Snapshot, Status
 from kvkeep.store.departed import AGE_EDGES_S
-from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
-
-NOT_ATTACHED = "none"
 
 # Metric, where its value is in a Status, and help. A value of None: the gauge is absent.
 _GAUGES: Final = (
@@ -196,16 +193,16 @@ def families(snapshot: Snapshot, started: float) -> Iterator[Metric]:
 
 
 def _labelled_gauges(now: Status) -> Iterator[Metric]:
-    planes = [session.plane or NOT_ATTACHED for session in now.sessions]
     largest = now.largest_tenants
     quotas = {each.tenant: each.quota_bytes for each in largest if each.quota_bytes is not None}
     limits = {each.tenant: each.limit_bytes for each in largest if each.limit_bytes is not None}
-    shown = (SHARED_MEMORY, NETWORK, NOT_ATTACHED)
     usage = {each.tenant: each.usage_bytes for each in largest}
+    by_model = {each.model: each.usage_bytes for each in now.models}
     for name, label, values, text in (
         ("pool_used_bytes", "state", now.pool.used_bytes, "Memory in slots of blocks, by state."),
         ("blocks", "state", now.pool.blocks, "Blocks, by state."),
-        ("sessions", "plane", {each: planes.count(each) for each in shown}, "Open sessions."),
+        ("sessions", "plane", now.open_sessions, "Open sessions."),
+        ("model_usage_bytes", "model", by_model, "Memory in use, by model."),
         ("tenant_usage_bytes", "tenant", usage, "Memory in use, largest tenants only."),
         (
             "tenant_quota_bytes",

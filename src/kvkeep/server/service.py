@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -109,6 +109,7 @@ class Service:
         self.epoch = epoch
         self.verify = verify
         self.tiers: Tiers | None = None
+        self.layout_models: dict[bytes, str] = {}  # by fingerprint: under which name a model counts
         self.recorder: Recorder | None = None  # while an operator records requests
         self.draining = False
         self._memory = memory
@@ -384,8 +385,17 @@ class Service:
             shards = (request.shard, *request.further_shards)
             self.store.layouts.agree(layout, shards, request.physical)
         session.layout = layout.number
+        self._note_model(request)
         differs = self._introduce(session, request, now_ms)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
+
+    def _note_model(self, request: m.OpenLayout) -> None:
+        """Remembers whose the blocks of a layout are, as long as the layout is there."""
+        there = {each.fingerprint for each in self.store.layouts}
+        known = {each: name for each, name in self.layout_models.items() if each in there}
+        if model := _model(request.parts):
+            known[request.fingerprint] = self.counters.models.name_of(model)
+        self.layout_models = known
 
     def _introduce(self, session: ServerSession, request: m.OpenLayout, now_ms: int) -> list[str]:
         """Records the session's identity. Returns which parts of it keep the session from sharing
@@ -512,8 +522,7 @@ class Service:
 
     def _figures(self, session: ServerSession) -> tuple[Figures, ...]:
         """Where to count what an engine loaded and computed, but for its tenants."""
-        model = session.parts.get("model", "")[:_LOGGED_CHARS]
-        return self.counters, self.counters.models.of(model), session.figures
+        return self.counters, self.counters.models.of(_model(session.parts)), session.figures
 
     def _report(
         self, session: ServerSession, number: int, request: m.ReportRequests, now_ms: int
@@ -640,6 +649,10 @@ class Service:
         go to the store unchanged, which refuses them."""
         fingerprint = self.store.layouts.get(layout).fingerprint
         return keys if len(keys) % KEY_BYTES else addresses(keys, fingerprint)
+
+
+def _model(parts: Mapping[str, str]) -> str:
+    return _printable(parts.get("model", "")[:_LOGGED_CHARS])
 
 
 def _check_tenant(tenant: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,7 +18,7 @@ import numpy as np
 from kvkeep import __version__
 from kvkeep.server.counters import Counters, CountsByTenant, Latency, TenantCounts, metrics_of
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.figures import FiguresShown
+from kvkeep.server.figures import UNKNOWN_MODEL, Figures, FiguresShown
 from kvkeep.server.lower_tier import TierShown
 from kvkeep.server.sessions import NotShared, ServerSession, not_shared
 from kvkeep.store.operators import usage_of
@@ -25,7 +26,9 @@ from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import FREE, READY, STATE_NAMES
 from kvkeep.store.tenants import Tenant
+from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 
+NOT_ATTACHED = "none"
 LARGEST_TENANTS = 20  # each is a label value, which a metrics database keeps for months
 
 
@@ -90,10 +93,13 @@ class TenantShown(TenantUsage):
 @dataclass(frozen=True)
 class ModelShown:
     """A model whose engines have connected since the server started: some 32 of them, and the rest
-    together as `other`."""
+    together as `other`. `unknown` is the memory of blocks that an earlier server stored and whose
+    engines have not connected again."""
 
     model: str
     figures: FiguresShown
+    blocks: int = 0
+    usage_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,8 @@ class SecurityShown:
 
 @dataclass(frozen=True)
 class Status:
-    """The server as `GET /v1/status` shows it. `tenant_counts` is by the label that metrics use,
+    """The server as `GET /v1/status` shows it. `open_sessions` counts sessions by data plane;
+    `sessions` and `not_shared` are None for those without the token. `tenant_counts` is by the label that metrics use,
     `prompt_blocks` by the outcome of blocks (kv/outcomes.py), `evicted_blocks` by reason
     (store/departed.py). `evicted_age_s` is the median time since the last use of what was evicted
     lately; None if nothing was."""
@@ -137,7 +144,8 @@ class Status:
     stopping: bool
     pool: PoolShown
     quotas: QuotasShown
-    sessions: list[SessionShown]
+    open_sessions: dict[str, int]
+    sessions: list[SessionShown] | None
     leases: int
     writes: int
     layouts: int
@@ -155,7 +163,7 @@ class Status:
     auth_failures: dict[str, int]
     restart: RestartShown
     security: SecurityShown
-    not_shared: list[NotShared]
+    not_shared: list[NotShared] | None
     tiers: list[TierShown]
 
 
@@ -201,6 +209,7 @@ def _status(daemon: Daemon) -> Status:
         stopping=daemon.stopping,
         pool=_pool(daemon),
         quotas=_quotas(store),
+        open_sessions=_open_sessions(daemon),
         sessions=_sessions(daemon),
         leases=sum(len(held.leases) for held in ours),
         writes=sum(len(held.writes) for held in store.sessions.values()),
@@ -209,10 +218,7 @@ def _status(daemon: Daemon) -> Status:
         largest_tenants=tenants_shown(store.tenants.largest(LARGEST_TENANTS), counters.tenants),
         tenant_counts=counters.tenants.by_label(),
         figures=FiguresShown.of(counters),
-        models=[
-            ModelShown(model, FiguresShown.of(figures))
-            for model, figures in counters.models.all().items()
-        ],
+        models=_models(daemon),
         prompt_blocks=dict(daemon.service.explanations.outcomes),
         evicted_blocks=dict(departures.counts),
         evicted_age_s=departures.age_s,
@@ -319,6 +325,26 @@ def _quotas(store: Store) -> QuotasShown:
         scaled_down=tenants.is_scaled,
         default_limit_bytes=tenants.default_limit_bytes,
     )
+
+
+def _models(daemon: Daemon) -> list[ModelShown]:
+    """Every model that has memory or figures."""
+    service, used = daemon.service, dict[str, tuple[int, int]]()
+    for layout in daemon.store.layouts:
+        model = service.layout_models.get(layout.fingerprint, UNKNOWN_MODEL)
+        blocks, nbytes = used.get(model, (0, 0))
+        used[model] = blocks + layout.blocks, nbytes + layout.blocks * layout.slot_bytes
+    figures = service.counters.models.all()
+    used = {model: each for model, each in used.items() if each[0] or model in figures}
+    return [
+        ModelShown(model, FiguresShown.of(figures.get(model, Figures())), *used.get(model, (0, 0)))
+        for model in dict.fromkeys((*figures, *used))
+    ]
+
+
+def _open_sessions(daemon: Daemon) -> dict[str, int]:
+    planes = Counter(session.plane or NOT_ATTACHED for session in daemon.service.sessions.all())
+    return {plane: planes[plane] for plane in (SHARED_MEMORY, NETWORK, NOT_ATTACHED)}
 
 
 def _sessions(daemon: Daemon) -> list[SessionShown]:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from kvkeep.errors import KVKeepError, Unavailable
+from kvkeep.server.settings import made_token
 
 _numbers = itertools.count()
 _ENDS_IN_S = 60
@@ -129,9 +130,14 @@ class ServerProcess:
         return self._said
 
     def ask(self, path: str = "/v1/status", within_s: float = 30.0) -> Any:
-        """What the admin API answers to GET. Unavailable if it does not answer."""
+        """What the admin API answers to GET with the token that the server has made. Unavailable if
+        it does not answer."""
+        assert self.state_dir is not None
+        request = urllib.request.Request(f"http://{self.http}{path}")
+        if (token := made_token(self.state_dir, self.name)).exists():
+            request.add_header("Authorization", f"Bearer {token.read_text().strip()}")
         try:
-            with _opener.open(f"http://{self.http}{path}", timeout=within_s) as reply:
+            with _opener.open(request, timeout=within_s) as reply:
                 return json.load(reply)
         except OSError as error:
             raise Unavailable(f"the server does not answer: {error}") from None

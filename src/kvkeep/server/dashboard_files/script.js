@@ -68,11 +68,15 @@ function show(status) {
   showMissed(status.prompt_blocks);
   showMemory(status);
   fill("models", status.models.map((model) => row([
-    model.model, count(model.figures.requests), count(model.figures.tokens_loaded),
+    model.model, bytes(model.usage_bytes), count(model.figures.requests), count(model.figures.tokens_loaded),
     count(model.figures.tokens_computed), time(model.figures.saved_s)])), "None yet.");
   fill("tiers", status.tiers.map(tierRow), "None: `kvkeep serve --tier` adds one.");
-  fill("sessions", token ? status.sessions.map(sessionRow)
+  fill("sessions", status.sessions ? status.sessions.map(sessionRow)
     : [row(["Enter the admin token to see engines."])], "None is connected.");
+}
+
+function connected(status) {
+  return Object.values(status.open_sessions).reduce((sum, each) => sum + each, 0);
 }
 
 function showGain(status) {
@@ -83,7 +87,7 @@ function showGain(status) {
     ["Tokens loaded and used", count(f.tokens_loaded), share(f.tokens_loaded, prompt)],
     ["Tokens computed", count(f.tokens_computed), share(f.tokens_computed, prompt)],
     ["In the engines' own caches", count(f.tokens_local), share(f.tokens_local, prompt)],
-    ["Requests", count(f.requests), `processes connected: ${status.sessions.length}`],
+    ["Requests", count(f.requests), `processes connected: ${connected(status)}`],
   ];
   $("gain").replaceChildren(...tiles.map(([name, value, small]) => {
     const tile = element("div", "", [element("dt", name), element("dd", value)]);
@@ -114,16 +118,25 @@ function showMemory(status) {
   const used = Object.values(pool.used_bytes).reduce((sum, each) => sum + each, 0);
   $("memory-words").textContent = `${bytes(used)} of ${bytes(pool.filled_bytes)} in use, ` +
     `${count(Object.values(pool.blocks).reduce((sum, each) => sum + each, 0))} blocks`;
-  const parts = status.largest_tenants.map((tenant, number) => {
+  drawMap("memory-map", "Memory by tenant", pool,
+    status.largest_tenants.map((tenant) => [tenant.tenant, tenant.usage_bytes]));
+  drawMap("model-map", "Memory by model", pool,
+    status.models.map((model) => [model.model, model.usage_bytes]));
+  fill("tenants", status.largest_tenants.map(tenantRow), "None has blocks.");
+}
+
+// A bar as wide as the pool, with a part for each owner of blocks.
+function drawMap(name, title, pool, owners) {
+  const used = owners.filter(([, many]) => many);
+  const parts = used.map(([owner, many], number) => {
     const part = element("span", "", [], `s${number % SHADES}`);
-    part.style.width = `${(100 * tenant.usage_bytes) / Math.max(1, pool.filled_bytes)}%`;
-    part.title = `${tenant.tenant}: ${bytes(tenant.usage_bytes)}`;
+    part.style.width = `${(100 * many) / Math.max(1, pool.filled_bytes)}%`;
+    part.title = `${owner}: ${bytes(many)}`;
     return part;
   });
-  $("memory-map").replaceChildren(...parts);
-  $("memory-map").setAttribute("aria-label", "Memory by tenant: " + (status.largest_tenants
-    .map((tenant) => `${tenant.tenant} ${bytes(tenant.usage_bytes)}`).join(", ") || "empty"));
-  fill("tenants", status.largest_tenants.map(tenantRow), "None has blocks.");
+  $(name).replaceChildren(...parts);
+  $(name).setAttribute("aria-label", `${title}: ` +
+    (used.map(([owner, many]) => `${owner} ${bytes(many)}`).join(", ") || "empty"));
 }
 
 function tenantRow(tenant) {
