@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,9 @@ from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
 
 import kvkeep.connector.planner
+from kvkeep.cli.explain import facts
 from kvkeep.connector.file_hashes import hashes_of_user
+from kvkeep.server.explain import RequestShown
 from kvkeep.vllm.versions import hashes_are_stable
 from kvkeep_lab.simulation.cache import SimulatedCache
 
@@ -235,3 +238,39 @@ def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothin
     assert loaded(engine, "c") == 5 * BLOCK and loaded(engine, "d") == 0, (
         "and found by those with that adapter only"
     )
+
+
+def test_that_the_same_tokens_were_cached_with_an_adapter_is_explained(
+    make: Callable[..., Engine],
+    cache: SimulatedCache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as `kvkeep explain` shows it to an operator."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "style").mkdir()
+    (tmp_path / "style" / "adapter_model.safetensors").write_bytes(b"weights")
+    style = LoRARequest(lora_name="style", lora_int_id=1, lora_path=str(tmp_path / "style"))
+    engine, explanations = make(), cache.server.service.explanations
+
+    def serve(name: str, **more: Any) -> RequestShown:
+        engine.run(request(PROMPT, name, **more)).forget()
+        for _ in range(20):  # a report is sent some time later
+            cache.pass_time(100)
+            engine.step()
+        shown = explanations.find(name)
+        assert sum(shown.outcomes.values()) == shown.blocks == 6
+        return shown
+
+    numbers = count()
+    while not stored(engine):  # the adapter's digest is being taken, and the request is not cached
+        number = next(numbers)
+        assert number < 1000
+        engine.run(request(PROMPT, f"first {number}", lora_request=style)).forget()
+        time.sleep(0.01)
+    shown = serve("without")
+    assert shown.outcomes == {"other_adapter": 5, "last": 1}
+    lines = dict(facts(asdict(shown)))
+    assert lines["  0-4"] == "other adapter: the same tokens were cached with another adapter"
+    assert serve("again", lora_request=style).outcomes == {"loaded": 5, "last": 1}
+    assert explanations.outcomes["other_adapter"] == 5, "and in the metrics"
