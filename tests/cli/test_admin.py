@@ -103,6 +103,7 @@ def status(**changes: Any) -> dict[str, Any]:
             "overcommitted": True,
             "scaled_down": True,
         },
+        "open_sessions": {"shared_memory": 0, "none": 0},
         "sessions": [],
         "leases": 0,
         "writes": 0,
@@ -115,6 +116,11 @@ def status(**changes: Any) -> dict[str, Any]:
         "evicted_age_s": 75.0,
         "figures": dataclasses.asdict(FiguresShown(3, 600, 200, 0, 100, 1.5)),
     } | changes
+
+
+def test_facts_count_sessions_for_those_without_the_token() -> None:
+    said = status() | {"open_sessions": {"shared_memory": 2, "network": 1}, "sessions": None}
+    assert dict(facts(said))["sessions"].startswith("3 (the token shows which), ")
 
 
 def test_facts_say_what_is_wrong() -> None:

@@ -564,7 +564,7 @@ def test_every_route_that_changes_something_needs_the_token(running: Any) -> Non
         for method in methods
         if method != "get"
     ]
-    assert ("POST", "/v1/drain") in changes and len(changes) == 11
+    assert ("POST", "/v1/drain") in changes and len(changes) == 14
     for method, path in changes:
         for given in ("", "Bearer ", f"Bearer {'x' * 43}", f"Basic {running.token}"):
             status, said = running.ask(
