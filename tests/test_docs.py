@@ -7,6 +7,7 @@ own (refusals, bodies of routes) must have its row, and no other."""
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import shlex
@@ -483,9 +484,9 @@ def has_option(path: tuple[str, ...], word: str, known: dict[tuple[str, ...], An
 
 
 def _bench(name: str) -> Any:
-    from kvkeep.cli.bench import _load
+    from kvkeep.cli.bench import BENCHES
 
-    return _load(name)
+    return importlib.import_module(BENCHES[name].module)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

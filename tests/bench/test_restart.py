@@ -4,10 +4,12 @@ business."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvkeep.bench import restart
+from kvkeep.client.cache import Cache
 from kvkeep.errors import SettingsError
 from kvkeep.units import MIB
 
@@ -26,11 +28,18 @@ def test_all_that_was_ready_is_found_again_and_right(
     assert min(result["serving_again_s"], result["process_started_s"], result["adoption_s"]) > 0
 
 
-def test_a_wrong_byte_would_be_counted() -> None:
-    content = restart._Content(4096).of(3)
-    harmed = content.copy()
-    harmed[5, 7] ^= 1 << 9
-    assert (restart._wrong_bytes(content, content), restart._wrong_bytes(harmed, content)) == (0, 1)
+def test_a_wrong_byte_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    get, seen = Cache.get, list[Any]()
+
+    def harmed(*given: Any) -> Any:
+        seen.append(get(*given).copy())
+        if len(seen) == 2:
+            seen[-1][5, 7] ^= 1 << 9
+        return seen[-1]
+
+    monkeypatch.setattr(Cache, "get", harmed)
+    result = restart.run(bytes=MIB, block_bytes=4096)
+    assert (len(seen), result["hit_again"], result["wrong_bytes"]) == (4, 256, 1)
 
 
 @pytest.mark.parametrize(

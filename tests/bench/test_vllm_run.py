@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.bench import vllm_run
-from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_run import EngineProcess, Patience
 from kvkeep.errors import KVKeepError
 
 PROMPT = list(range(100))
@@ -88,35 +87,34 @@ def test_an_engine_that_dies_says_its_last_word(around: dict[str, str]) -> None:
 
 
 def test_an_engine_that_falls_silent_is_given_up(
-    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    around: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(vllm_run, "_ANSWER_WITHIN_S", 0.1)
-    monkeypatch.setattr(vllm_run, "_GIVE_UP_WITHIN_S", 0.1)
     running = engine(around, behaviour="silent")
+    running.patience = Patience(answer_s=0.1, give_up_s=0.1)
     with pytest.raises(KVKeepError, match=r"said nothing for 0.1 s"), running:
         running.ask(PROMPT)
 
 
 def test_a_cache_that_cannot_be_dropped_is_given_up(
-    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    around: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(vllm_run, "_DROP_WITHIN_S", 0.1)
     running = engine(around, behaviour="busy")
+    running.patience = Patience(drop_s=0.1)
     with pytest.raises(KVKeepError, match=r"could not drop its prefix cache within 0.1 s"), running:
         running.drop_local_cache()
 
 
 def test_what_goes_on_behind_an_engines_start_is_waited_for(
-    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    around: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 0.1)
     arguments = {"block_size": 32, "behaviour": "ready later"}
     with EngineProcess("some", arguments, around, ready_when="all is ready") as running:
+        running.patience = Patience(ready_s=0.1)
         with pytest.raises(
             KVKeepError, match=r"(?s)is not ready after 0.1 s. It said:.*a greeting"
         ):
             running.wait_until_ready()
-        monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 60)
+        running.patience = Patience(ready_s=60)
         running.wait_until_ready()
         assert "all is ready" in running.process.log() and running.ask(PROMPT).tokens
     with engine(around) as running:

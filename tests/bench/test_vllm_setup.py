@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +141,7 @@ def test_what_the_caller_says_to_vllm_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_setup, "_STORED_WITHIN_S", 0.2)
+    monkeypatch.setattr(vllm_setup, "Stored", partial(vllm_setup.Stored, within_s=0.2))
     with connector("kvkeep", 64 << 20, replace(MODEL, device="cuda")) as way:
         config = way.arguments["kv_transfer_config"]
         assert {
@@ -201,13 +203,18 @@ def lmcache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lmcache" / "cli" / "main.py"
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_peer_has_its_own_server(lmcache: Path) -> None:
     lmcache.write_text(LMCACHE.format(""))
     with connector("lmcache", 3 << 30, MODEL) as way:
         config = way.arguments["kv_transfer_config"]
         port = config["kv_connector_extra_config"]["lmcache.mp.port"]
-        assert config["kv_connector"] == "LMCacheMPConnector" and vllm_setup._listens(port)
-    assert not vllm_setup._listens(port)
+        assert config["kv_connector"] == "LMCacheMPConnector" and listens(port)
+    assert not listens(port)
 
 
 def test_a_peer_whose_server_ends_says_why(lmcache: Path) -> None:

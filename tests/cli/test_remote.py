@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import socket
@@ -117,13 +118,18 @@ def test_a_malformed_address_is_named(address: str) -> None:
 def test_a_server_that_says_nothing_is_not_taken_for_none(
     monkeypatch: pytest.MonkeyPatch, token_file: Path
 ) -> None:
-    assert remote._ANSWER_WITHIN_S <= 5
-    monkeypatch.setattr(remote, "_ANSWER_WITHIN_S", 0.1)
-    monkeypatch.setattr(remote, "_CHANGE_WITHIN_S", 0.1)
+    patience_s: list[float] = []
+    real = http.client.HTTPConnection
+
+    def impatient(host: str, port: int, *, timeout: float) -> http.client.HTTPConnection:
+        patience_s.append(timeout)
+        return real(host, port, timeout=0.1)
+
+    monkeypatch.setattr(http.client, "HTTPConnection", impatient)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(
-            Unavailable, match=r"a server listens at .* but did not answer within 0\.1 s"
+            Unavailable, match=r"a server listens at .* but did not answer within 5 s"
         ) as caught:
             ask(address, "/v1/status")
         assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
@@ -134,6 +140,7 @@ def test_a_server_that_says_nothing_is_not_taken_for_none(
         assert "not known" not in caught.value.message, (
             "it was not sent: which token it needs was asked first"
         )
+    assert patience_s == [5, 15, 5]
 
 
 # -- the token
@@ -199,6 +206,27 @@ def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_
     assert b"Authorization: Bearer " + b"t" * 43 + b"\r\n" in listener[1][0]
 
 
+def token_sent(monkeypatch: pytest.MonkeyPatch, address: str, method: str) -> str:
+    """What a request of this kind says of itself; it is not sent."""
+    sent: list[str] = []
+    real = http.client.HTTPConnection.request
+
+    def note(connection: Any, asked: str, path: str, body: Any, headers: Any) -> None:
+        if path == "/v1/anything":
+            sent.append(headers.get("Authorization", ""))
+            raise ConnectionResetError
+        real(connection, asked, path, body, headers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(http.client.HTTPConnection, "request", note)
+        if "192.0.2." in address:  # where nobody is
+            for kind in (http.client.HTTPConnection, http.client.HTTPSConnection):
+                patched.setattr(kind, "connect", lambda connection: None)
+        with pytest.raises(Unavailable):
+            ask(address, "/v1/anything", method)
+    return sent[0]
+
+
 @pytest.mark.parametrize("variable", ["KVKEEP_STATE_DIR", "XDG_STATE_HOME"])
 def test_that_of_the_state_directory_is_found(
     listener: tuple[str, list[bytes]],
@@ -214,7 +242,7 @@ def test_that_of_the_state_directory_is_found(
     ask(listener[0], "/v1/status")
     assert b"Bearer " + b"t" * 43 in listener[1][0]
     for method in ("GET", "PUT"):
-        assert remote._found_token("http://192.0.2.7:80", method) == (None, ""), (
+        assert token_sent(monkeypatch, "http://192.0.2.7:80", method) == "", (
             "none that nobody named elsewhere"
         )
 
@@ -252,11 +280,11 @@ def test_that_of_the_state_directory_is_not_sent_to_another_user(
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
 def test_the_token_that_a_server_made_is_found_for_changes(
-    server: ServerProcess, method: str
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     assert server.state_dir is not None
     made = (server.state_dir / server.name / "admin.token").read_text().strip()
-    assert remote._found_token(f"http://{server.http}", method) == (made.encode(), "")
+    assert token_sent(monkeypatch, server.http, method) == f"Bearer {made}"
 
 
 def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_made(
@@ -297,11 +325,12 @@ def test_whoever_takes_the_port_before_the_connection_gets_no_token(
     monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
     (token_file.parent / "keys").mkdir()
     token_file.rename(token_file.parent / "keys" / "admin-token")
-    connect, heard, threads = remote._connect, list[bytes](), list[threading.Thread]()
+    connect = http.client.HTTPConnection.connect
+    heard, threads = list[bytes](), list[threading.Thread]()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
-    def take_the_port_first(url: str, timeout_s: float) -> Any:
+    def take_the_port_first(connection: http.client.HTTPConnection) -> None:
         server = other_users_socket(monkeypatch, port)
 
         def serve() -> None:
@@ -312,9 +341,9 @@ def test_whoever_takes_the_port_before_the_connection_gets_no_token(
 
         threads.append(threading.Thread(target=as_other_user(serve), daemon=True))
         threads[-1].start()
-        return connect(url, timeout_s)
+        connect(connection)
 
-    monkeypatch.setattr(remote, "_connect", take_the_port_first)
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", take_the_port_first)
     assert ask(f"127.0.0.1:{port}", "/v1/status") == {}
     threads[0].join(10)
     assert heard and b"authorization" not in heard[0].lower()
@@ -484,7 +513,7 @@ def test_the_token_of_the_state_directory_is_sent_over_tls_on_this_host_alone(
         monkeypatch.setenv(name, value)
     assert ask(url_of(secure), "/v1/settings", "PATCH", {"verify": "true"})
     for method in ("GET", "PUT"):
-        assert remote._found_token("https://192.0.2.7:80", method) == (None, "")
+        assert token_sent(monkeypatch, "https://192.0.2.7:80", method) == ""
 
 
 def test_a_server_is_asked_only_if_its_certificate_proves_it(

@@ -207,11 +207,7 @@ def simulation(tmp_path: Path) -> Iterator[Callable[..., Simulation]]:
     made: list[Simulation] = []
 
     def make(
-        *,
-        shared_memory: bool = False,
-        slots: int = 64,
-        limits: Limits | None = None,
-        **more: Any,
+        *, shared_memory: bool = False, slots: int = 64, limits: Limits | None = None, **more: Any
     ) -> Simulation:
         made.append(
             Simulation(tmp_path, shared_memory=shared_memory, slots=slots, limits=limits, **more)

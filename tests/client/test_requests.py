@@ -170,12 +170,7 @@ def test_an_outcome_names_exactly_the_engine_blocks_that_are_there(data: st.Data
 
 @pytest.mark.parametrize(
     "said",
-    [
-        {"stored": {1: 0}},
-        {"incomplete": [1]},
-        {"loads": {1: LoadOutcome()}},
-        {"withdrawn": 3},
-    ],
+    [{"stored": {1: 0}}, {"incomplete": [1]}, {"loads": {1: LoadOutcome()}}, {"withdrawn": 3}],
     ids=lambda said: next(iter(said)),
 )
 def test_whoever_has_something_to_say_does_not_say_nothing(said: dict[str, Any]) -> None:

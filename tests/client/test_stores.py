@@ -113,9 +113,7 @@ def test_parts_keep_to_the_servers_limit_of_blocks_a_request(simulation: Make) -
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == [5, 4, 3], "about as large"
 
 
-def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(
-    simulation: Make,
-) -> None:
+def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(simulation: Make) -> None:
     sim = simulation(shared_memory=True, slots=1200)
     assert transfer(sim.connected(), memory(1200)).store(storing([*range(1200)])) == 1200
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == [512, 344, 344]
@@ -133,57 +131,38 @@ def test_the_first_part_may_be_smaller_than_the_others(
     assert (target[:12] == engine[:12]).all()
 
 
+ALONE, NOT_ALONE, NO_HURRY = {"alone": True}, {"alone": False}, {"hurry": False}
+
+
 @pytest.mark.parametrize(
-    ("alone", "count", "parts"),
+    ("first", "whole", "how", "parts"),
     [
-        *(
-            (True, 0, [0]),
-            (True, 1, [1]),
-            (True, 8, [8]),
-            (True, 9, [2, 4, 3]),
-            (True, 12, [2, 5, 5]),
-        ),
-        *((False, 0, [0]), (False, 2, [2]), (False, 3, [2, 1]), (False, 8, [2, 3, 3])),
+        # What is not too large goes in one part, unless others wait.
+        *(((2,), 8, ALONE, parts) for parts in ([0], [1], [8], [2, 4, 3], [2, 5, 5])),
+        *(((2,), 8, NOT_ALONE, parts) for parts in ([0], [2], [2, 1], [2, 3, 3])),
+        # Several parts may grow at first.
+        *(((1, 3), 0, NOT_ALONE, parts) for parts in ([3], [1, 3], [1, 3, 1])),
+        *(((1, 3), 0, NOT_ALONE, parts) for parts in ([1, 3, 4, 4], [1, 3, 5, 4])),
+        # The first one is as large as the others where nobody is in a hurry.
+        ((2,), 0, NO_HURRY, [4, 4, 4]),
     ],
 )
-def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, alone: bool, count: int, parts: list[int]
+def test_the_first_parts_may_be_smaller_than_the_others(
+    sim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[int, ...],
+    whole: int,
+    how: dict[str, bool],
+    parts: list[int],
 ) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES, whole=8 * NBYTES)
-    moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
+    sizes = [blocks * NBYTES for blocks in first]
+    in_parts_of(monkeypatch, 4 * NBYTES, *sizes, whole=whole * NBYTES)
+    moving, asked = transfer(sim.connected(), memory()), storing([*range(sum(parts))])
     store = moving.storing(asked, moving.sources([asked])[0])
-    store.begin(alone=alone)
+    store.begin(**how)
     store.copy()
-    assert ended(store) == (count, True)
+    assert ended(store) == (sum(parts), True)
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
-
-
-@pytest.mark.parametrize(
-    ("count", "parts"),
-    [(3, [3]), (4, [1, 3]), (5, [1, 3, 1]), (12, [1, 3, 4, 4]), (13, [1, 3, 5, 4])],
-)
-def test_several_parts_may_grow_at_first(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]
-) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, NBYTES, 3 * NBYTES)
-    moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
-    store = moving.storing(asked, moving.sources([asked])[0])
-    store.begin(alone=False)
-    store.copy()
-    assert ended(store) == (count, True)
-    assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
-
-
-def test_the_first_part_is_as_large_as_the_others_where_nobody_is_in_a_hurry(
-    sim: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES)
-    moving = transfer(sim.connected(), memory())
-    store = moving.storing(storing([*range(12)]), moving.sources([storing([*range(12)])])[0])
-    store.begin(hurry=False)
-    store.copy()
-    assert ended(store) == (12, True)
-    assert [len(request.keys) // 16 for request in prepared_by(sim)] == [4, 4, 4]
 
 
 def test_hints_travel_with_every_part(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,10 +208,7 @@ def test_a_long_message_moves_on_while_the_other_side_reads_and_a_server_that_st
 
     reader = threading.Thread(target=read_all)
     reader.start()
-    until(
-        lambda: not unsent_bytes(transport),
-        lambda: transport.wait(1_000),
-    )
+    until(lambda: not unsent_bytes(transport), lambda: transport.wait(1_000))
     reader.join(60)
     assert stream.next() == LONG
     transport.close()

@@ -64,12 +64,7 @@ def test_a_failed_load_counts_from_its_first_bad_block_on(side: Side, cache: Scr
     cache.blocks = 4
     assert side.lookup("r", 0, 5) == 4
     load(side, 4, bad=1)
-    assert end(side, cache).runs == [
-        ("loaded", 1),
-        ("load_failed", 3),
-        ("lacked", 1),
-        ("last", 1),
-    ]
+    assert end(side, cache).runs == [("loaded", 1), ("load_failed", 3), ("lacked", 1), ("last", 1)]
 
 
 @pytest.mark.parametrize(

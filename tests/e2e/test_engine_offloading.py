@@ -124,10 +124,7 @@ def test_a_transfer_config_alone_is_enough(server: ServerProcess, form: str) -> 
 
 
 def with_extra(**keys: Any) -> dict[str, Any]:
-    return {
-        "kv_offloading_size": 1,
-        "kv_transfer_config": {"kv_connector_extra_config": keys},
-    }
+    return {"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector_extra_config": keys}}
 
 
 @pytest.mark.parametrize(

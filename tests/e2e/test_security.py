@@ -15,16 +15,7 @@ from pathlib import Path
 
 import clients
 import pytest
-from attackers import (
-    HOST,
-    Fortress,
-    Knock,
-    Relay,
-    fortress,
-    greeting,
-    resident_kib,
-    say_raw,
-)
+from attackers import HOST, Fortress, Knock, Relay, fortress, greeting, resident_kib, say_raw
 from clients import holds, stores
 from engines import engine, eventually, oracle, prompt, serve, status, tokens_of, without_cache
 from local_users import as_another_user
@@ -86,10 +77,7 @@ def test_certificates_can_come_from_the_environment(
 def test_on_the_servers_host_its_own_user_needs_no_certificate(tmp_path: Path) -> None:
     """The Unix socket says which user is at the other end."""
     address = f"ipc://{tmp_path}/socket"
-    with (
-        fortress(tmp_path / "keys", "--address", address),
-        clients.connect(address) as cache,
-    ):
+    with fortress(tmp_path / "keys", "--address", address), clients.connect(address) as cache:
         assert stores(cache, TOKENS) == 2
 
 
@@ -154,15 +142,7 @@ def without_tls(fort: Fortress, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "context_of",
-    [
-        stranger,
-        of_another_ca,
-        expired,
-        of_the_server,
-        without_certificate,
-        tls_1_2,
-        without_tls,
-    ],
+    [stranger, of_another_ca, expired, of_the_server, without_certificate, tls_1_2, without_tls],
     ids=lambda each: each.__name__,
 )
 def test_without_a_valid_certificate_nothing_is_answered(

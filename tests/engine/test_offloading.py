@@ -153,11 +153,7 @@ def test_the_size_joins_the_users_other_keys_without_touching_them() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "other"),
-    [
-        ("native", "KVKeepConnector"),
-        ("kvkeep", "NativeConnector"),
-        ("lmcache", "NativeConnector"),
-    ],
+    [("native", "KVKeepConnector"), ("kvkeep", "NativeConnector"), ("lmcache", "NativeConnector")],
 )
 def test_a_size_and_another_connector_contradict_each_other(backend: str, other: str) -> None:
     said = refusal(lambda: resolve(backend, 4, KVTransferConfig(other)))

@@ -88,9 +88,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int]], set[int]]:
 
 
 @given(steps())
-def test_the_rule_token_by_token(
-    step: tuple[list[tuple[list[int], int, int]], set[int]],
-) -> None:
+def test_the_rule_token_by_token(step: tuple[list[tuple[list[int], int, int]], set[int]]) -> None:
     """A position is bad if its block is, and is recomputed by the first request that has it."""
     described, bad = step
     requests, counts = [], {}

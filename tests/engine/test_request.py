@@ -38,8 +38,7 @@ def test_generated_tokens_extend_tokens_and_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason"),
-    [([8], ""), ([8, 8], "length"), ([8, 9], "stop"), ([9], "stop")],
+    ("tokens", "reason"), [([8], ""), ([8, 8], "length"), ([8, 9], "stop"), ([9], "stop")]
 )
 def test_it_ends_at_its_length_or_a_stop_token(tokens: list[int], reason: str) -> None:
     request = request_of([9, 9], max_tokens=2, stop=[9])

@@ -350,9 +350,7 @@ def test_loaded_requests_do_not_keep_each_other_from_running(
     assert r.run(limit=400) == {"length"}
 
 
-def test_of_two_loaded_requests_that_fill_the_pool_the_later_gives_its_blocks_up(
-    rig: Rigs,
-) -> None:
+def test_of_two_loaded_requests_that_fill_the_pool_the_later_gives_its_blocks_up(rig: Rigs) -> None:
     r = rig(num_blocks=9)
     r.cache.hold_loads = None
     first, second = r.add_stored(4, which=0), r.add_stored(4, which=1)

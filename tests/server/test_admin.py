@@ -14,6 +14,7 @@ from kvkeep.errors import RequestError
 from kvkeep.server import status as module
 from kvkeep.server.admin import Admin
 from kvkeep.store.operators import set_quota
+from kvkeep.testing.clock import eventually
 from kvkeep.units import MIB
 from kvkeep_lab.simulation.store_integrity import check_integrity
 
@@ -147,11 +148,20 @@ def test_what_the_loop_has_begun_has_an_unknown_outcome(start: Start) -> None:
     release.set()
 
 
-def test_one_change_at_a_time(start: Start) -> None:
+def test_one_change_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = start(loop_wait_s=0.05)
-    with running.http.admin._one_change_at_a_time():
-        assert refusal(lambda: running.http.admin.set_quota(TENANT, MIB)).code == "loop_busy"
-    running.http.admin.set_quota(TENANT, MIB)
+    admin, quotas, seen = running.http.admin, running.daemon.quotas, list[str]()
+    save = quotas.save
+
+    def meanwhile(kept: Any) -> None:
+        seen.append(refusal(lambda: admin.set_quota(TENANT, 2 * MIB)).code)
+        save(kept)
+
+    monkeypatch.setattr(quotas, "save", meanwhile)
+    admin.set_quota(TENANT, MIB)
+    monkeypatch.undo()
+    assert seen == ["loop_busy"]
+    admin.set_quota(TENANT, MIB)
 
 
 @pytest.mark.parametrize("name", ["", "t-", "a-salt", "T-" + "a" * 32, "t-" + "g" * 32, "default "])
@@ -219,16 +229,14 @@ def test_what_is_asked_while_the_loop_carries_out_requests_waits_for_its_next_tu
     start: Start,
 ) -> None:
     """Or clients that ask again at once would keep engines waiting."""
-    daemon = start(loop=False).daemon
-    done: list[int] = []
+    daemon = start().daemon
+    turns: list[float | None] = []  # since when the loop was busy
 
     def again() -> None:
-        done.append(len(done))
-        if len(done) < 10:
+        turns.append(daemon.busy_since)
+        if len(turns) < 10:
             daemon.run_in_loop(again)
 
     daemon.run_in_loop(again)
-    daemon._turn(0)
-    assert done == [0]
-    daemon._turn(0)
-    assert done == [0, 1]
+    assert eventually(lambda: len(turns) == 10)
+    assert len(set(turns)) == 10

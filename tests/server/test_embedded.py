@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from kvkeep.client.scheduler import Answer, Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import PoolError
 from kvkeep.kv.identity import ModelIdentity, tenant_of
+from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server import embedded
 from kvkeep.server.embedded import EmbeddedServer
-from kvkeep.tiers import memory
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
@@ -368,7 +369,13 @@ def test_waiting_ends_when_the_time_is_over(server: EmbeddedServer, closed: bool
 def test_close_takes_everything_back_and_removes_the_pool(server: EmbeddedServer) -> None:
     mine, tokens = cache(server), list(range(8))
     assert mine.put(tokens, some_blocks(2)) == 2
-    mine._lookup(mine._chain(tokens, None), None)
+    chain = KeyChain(root_key(mine.identity, None), mine.identity.block_tokens)
+    chain.extend(tokens)
+    layout = mine.connection.layout
+    assert layout is not None
+    mine.connection.wait(
+        mine.connection.call(m.Lookup("default", layout.layout, chain.keys()), 1_000)
+    )
     assert [len(session.leases) for session in server.store.sessions.values()] == [1]
     server.close()
     assert not server.pool.directory.exists()
@@ -592,7 +599,7 @@ class Filling:
     fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memory, "_SEGMENT_BYTES", MIB)
+        monkeypatch.setattr(embedded, "Pool", partial(Pool, segment_bytes=MIB))
         real = Pool.fill_next
         self.go_on, self.fails = threading.Event(), False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.store.eviction import _BORROWERS_LOOKED_AT, _Budget
+BORROWERS_LOOKED_AT = 16
 
 Hands = Callable[..., Any]
 
@@ -154,7 +154,7 @@ def test_the_beginning_is_stored_if_there_is_no_room_for_all(hand: Hands) -> Non
 
 
 def test_with_very_many_borrowers_old_ones_still_go(hand: Hands) -> None:
-    count = 3 * _BORROWERS_LOOKED_AT
+    count = 3 * BORROWERS_LOOKED_AT
     h = hand(count, default_quota=0)
     for i in range(count):
         h.put("a", f"tenant-{i}")
@@ -304,13 +304,13 @@ def test_a_nearly_empty_slab_is_nobodys(hand: Hands) -> None:
 def test_a_store_for_which_single_blocks_make_way_evicts_so_many_and_the_next_goes_on(
     hand: Hands,
 ) -> None:
-    h, most = hand(400), _Budget().searches
+    h, most = hand(400), 96
     for i in range(400):
         h.put(chr(0x100 + i))
     long = "".join(chr(0x1000 + i) for i in range(3))
     keys = b"".join(i.to_bytes(16, "big") for i in range(300))
     plan = h.store.prepare_store(1, 1 << 30, "t", h.layout, 0, b"", keys, h.now_ms)
-    assert len(plan.slots) == h.store.eviction.evictions == most == 96
+    assert len(plan.slots) == h.store.eviction.evictions == most
     h.store.complete_store(1, 1 << 30, np.ones(most, np.uint64), h.now_ms)
     rest, parent = keys[16 * most :], keys[16 * (most - 1) : 16 * most]
     plan = h.store.prepare_store(1, 1 << 31, "t", h.layout, 0, parent, rest, h.now_ms)

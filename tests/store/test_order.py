@@ -16,113 +16,66 @@ from kvkeep.store.order import Queue
 Hands = Callable[..., Any]
 
 
-def test_tails_go_first(hand: Hands) -> None:
-    h = hand(4)
-    h.put("abcd")
-    h.put("x")
-    assert h.chains() == {"a", "ab", "abc", "x"}
-    h.put("xyz")
-    assert h.chains() == {"a", "x", "xy", "xyz"}
+# What is put, used, finished and waited for (ms), in order; after "left" what is there.
+LIVES = {
+    "tails": (4, "put abcd, put x, left a ab abc x, put xyz, left a x xy xyz"),
+    "the least recently used": (4, "put ab, put xy, use ab, put mn, left a ab m mn"),
+    "a use keeps the head only": (4, "put abc, use a, put x, put xyz, left a x xy xyz"),
+    # x goes, then ab, and a is now as young as ab was: older than m
+    "a parent inherits its child's last use": (
+        3,
+        "put ab, put x, use ab, put m, put mn, left a m mn, put mno, left m mn mno",
+    ),
+    "a finished session": (4, "put ab, put xy, finish xy, put mn, left a ab m mn"),
+    "not one that is used again": (
+        4,
+        "put ab, put xy, finish xy, use xy, put mn, left x xy m mn",
+    ),
+    "lower priorities whatever their age": (
+        3,
+        "put a priority=60, put b priority=40, put c priority=50, put d priority=100,"
+        " put e priority=100, left a d e",
+    ),
+    "hints before priorities": (
+        3,
+        "put a priority=0, put b priority=100, put c priority=90 ttl_ms=5, finish b, wait 5,"
+        " put d, left a b d, put e, left a d e",
+    ),
+    "the expired and not a moment sooner": (
+        3,
+        "put a, put b ttl_ms=10, put c ttl_ms=50, wait 9, put d, left b c d, wait 50, put e,"
+        " put f, left d e f",
+    ),
+    "what expired while leased, afterwards": (
+        3,
+        "put a, put b ttl_ms=10, lease b, put c, wait 20, put d, left b c d, release, put e,"
+        " left c d e",
+    ),
+}
 
 
-def test_the_least_recently_used_chain_goes_first(hand: Hands) -> None:
-    h = hand(4)
-    h.put("ab")
-    h.put("xy")
-    h.lookup("ab")
-    h.put("mn")
-    assert h.chains() == {"a", "ab", "m", "mn"}
-
-
-def test_a_use_of_the_head_keeps_the_head_only(hand: Hands) -> None:
-    h = hand(4)
-    h.put("abc")
-    h.lookup("a")
-    h.put("x")
-    h.put("xyz")
-    assert h.chains() == {"a", "x", "xy", "xyz"}
-
-
-def test_a_parent_inherits_its_childs_last_use(hand: Hands) -> None:
-    h = hand(3)
-    h.put("ab")
-    h.put("x")
-    h.lookup("ab")
-    h.put("m")  # x goes
-    h.put("mn")  # ab goes, and a is now as young as ab was: older than m
-    assert h.chains() == {"a", "m", "mn"}
-    h.put("mno")
-    assert h.chains() == {"m", "mn", "mno"}
-
-
-def test_a_finished_session_goes_before_older_ones(hand: Hands) -> None:
-    h = hand(4)
-    h.put("ab")
-    h.put("xy")
-    assert h.finish("xy") and not h.finish("nothere")
-    h.put("mn")
-    assert h.chains() == {"a", "ab", "m", "mn"}
-
-
-def test_a_finished_session_that_is_used_again_is_as_young_as_any(hand: Hands) -> None:
-    h = hand(4)
-    h.put("ab")
-    h.put("xy")
-    h.finish("xy")
-    h.lookup("xy")
-    h.put("mn")
-    assert h.chains() == {"x", "xy", "m", "mn"}
-
-
-def test_lower_priorities_go_first_whatever_their_age(hand: Hands) -> None:
-    h = hand(3)
-    h.put("a", priority=60)
-    h.put("b", priority=40)
-    h.put("c", priority=50)
-    h.put("d", priority=100)
-    h.put("e", priority=100)
-    assert h.chains() == {"a", "d", "e"}
-
-
-def test_hints_beat_priorities(hand: Hands) -> None:
-    h = hand(3)
-    h.put("a", priority=0)
-    h.put("b", priority=100)
-    h.put("c", priority=90, ttl_ms=5)
-    h.finish("b")
-    h.now_ms += 5
-    h.put("d")
-    assert h.chains() == {"a", "b", "d"}
-    h.put("e")
-    assert h.chains() == {"a", "d", "e"}
-
-
-def test_the_expired_go_first_and_not_a_moment_sooner(hand: Hands) -> None:
-    h = hand(3)
-    h.put("a")
-    h.put("b", ttl_ms=10)
-    h.put("c", ttl_ms=50)
-    h.now_ms += 9
-    h.put("d")
-    assert h.chains() == {"b", "c", "d"}
-    h.now_ms += 50
-    h.put("e")
-    h.put("f")
-    assert h.chains() == {"d", "e", "f"}
-
-
-def test_blocks_that_expire_while_leased_go_first_afterwards(hand: Hands) -> None:
-    h = hand(3)
-    h.put("a")
-    h.put("b", ttl_ms=10)
-    lease, _ = h.lease("b")
-    h.put("c")
-    h.now_ms += 20
-    h.put("d")
-    assert h.chains() == {"b", "c", "d"}
-    h.store.release(1, lease, h.now_ms)
-    h.put("e")
-    assert h.chains() == {"c", "d", "e"}
+@pytest.mark.parametrize("first", LIVES)
+def test_who_goes_first(hand: Hands, first: str) -> None:
+    slots, life = LIVES[first]
+    h, lease = hand(slots), 0
+    for step in life.split(", "):
+        match step.split():
+            case ["put", chain, *hints]:
+                h.put(chain, **{name: int(value) for name, value in (e.split("=") for e in hints)})
+            case ["use", chain]:
+                h.lookup(chain)
+            case ["finish", chain]:
+                assert h.finish(chain) and not h.finish("nothere")
+            case ["wait", ms]:
+                h.now_ms += int(ms)
+            case ["lease", chain]:
+                lease, _ = h.lease(chain)
+            case ["release"]:
+                h.store.release(1, lease, h.now_ms)
+            case ["left", *chains]:
+                assert h.chains() == set(chains)
+            case _:
+                raise AssertionError(step)
 
 
 def test_half_written_blocks_are_as_young_as_any(hand: Hands) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import KVKeepError, Unavailable
-from kvkeep.testing import process
 from kvkeep.testing.process import JsonProcess, ServerProcess
 
 SMALL = ("--pool-size", "1MiB", "--slab-size", "64KiB")
@@ -69,15 +68,12 @@ def test_state_that_is_given_stays(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-def test_one_that_does_not_end_is_ended_and_told_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process, "_ENDS_IN_S", 0.2)
+def test_one_that_does_not_end_is_ended_and_told_and_leaves_nothing() -> None:
     with ServerProcess("--pool-size", "1MiB") as server:
         number = server.pid
         server.send(signal.SIGSTOP)
         with pytest.raises(subprocess.TimeoutExpired):
-            server.stop()
+            server.stop(within_s=0.2)
         assert not Path(f"/proc/{number}").exists()
     assert not server.pool.exists() and not server.state_dir.exists()
 

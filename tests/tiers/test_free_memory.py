@@ -46,7 +46,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     ) -> None:
         found = SimpleNamespace(f_bavail=space // KIB, f_frsize=KIB, f_blocks=blocks)
         monkeypatch.setattr("os.statvfs", lambda path: found)
-        monkeypatch.setattr(module, "_host_bytes", lambda: memory)
+        said = f"MemTotal: 1 kB\nMemAvailable: {memory // KIB} kB\n"
+        monkeypatch.setattr(module, "Path", lambda path: SimpleNamespace(read_text=lambda: said))
         monkeypatch.setattr(module, "memory_limits", lambda: list(limits))
         monkeypatch.setattr(module, "file_system_of", lambda path: kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def test_every_byte_of_the_header_counts(left: Path, at: int) -> None:
 
 
 def test_another_format_is_named(left: Path) -> None:
-    head = index_files._HEADER.pack(b"kvkeepix", 9, 0, 1, *SIZES)
+    head = struct.pack("<8sIIQQQQ", b"kvkeepix", 9, 0, 1, *SIZES)
     (left / "index-header").write_bytes(head + checksum(head).to_bytes(8, "little"))
     assert (
         why_not_adopt(left, *SIZES)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,16 +26,20 @@ SLAB = 64 * KIB
 SEGMENT = 4 * SLAB
 
 
+def small_pool(*given: Any, **named: Any) -> Pool:
+    """With segments of four slabs."""
+    return Pool(*given, segment_bytes=SEGMENT, **named)
+
+
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     """Makes pools with segments of four slabs."""
-    monkeypatch.setattr(memory, "_SEGMENT_BYTES", SEGMENT)
     made: list[Pool] = []
 
     def make_pool(
         pool_bytes: int = 10 * SLAB, name: str = "test", slab_bytes: int = SLAB, epoch: int = 77
     ) -> Pool:
-        made.append(Pool(tmp_path, name, pool_bytes, slab_bytes, epoch))
+        made.append(small_pool(tmp_path, name, pool_bytes, slab_bytes, epoch))
         return made[-1]
 
     yield make_pool
@@ -50,7 +55,7 @@ def fill(pool: Pool) -> list[tuple[int, int]]:
 
 
 def left_pool(tmp_path: Path, epoch: int = 1) -> Pool:
-    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, epoch, keep=True)
+    pool = small_pool(tmp_path, "test", 10 * SLAB, SLAB, epoch, keep=True)
     Store(pool.pool_bytes, SLAB, columns=pool.columns)
     fill(pool)
     return pool
@@ -254,7 +259,7 @@ def test_a_file_in_the_way_is_an_error_that_says_so(make: Make, tmp_path: Path) 
 
 def test_a_directory_that_is_not_there_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(PoolError, match="No such file") as caught:
-        Pool(tmp_path / "nowhere", "test", MIB, SLAB, 1)
+        small_pool(tmp_path / "nowhere", "test", MIB, SLAB, 1)
     assert "--shm-dir" in caught.value.hint
 
 
@@ -343,12 +348,12 @@ def test_an_automatic_size_that_does_not_fit_shrinks(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, 40 * MIB, auto_bytes=32 * MIB)
-    pool = Pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
+    pool = small_pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
     assert (pool.pool_bytes, pool.slab_bytes) == (32 * MIB, 2 * MIB)
     pool.close()
     scarce(monkeypatch, 0)
     with pytest.raises(PoolError, match="a pool of 1GiB does not fit"):
-        Pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
+        small_pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
 
 
 def test_filling_stops_before_a_memory_limit_ends_the_server(
@@ -445,7 +450,7 @@ def test_a_pool_that_is_kept_is_found_with_its_memory(make: Make, tmp_path: Path
     assert first.is_kept and not first.is_left
     first.close(keep=True)
     assert not first.is_kept
-    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    second = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert second.is_left and second.not_adopted == "" and second.filled_bytes == second.pool_bytes
     assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and PoolFiles(
         second.directory
@@ -459,7 +464,7 @@ def test_what_is_missing_of_a_pool_is_made_again(make: Make, tmp_path: Path) -> 
     first = left_pool(tmp_path)
     first.close(keep=True)
     (tmp_path / "kvkeep-test" / "segment-00001").unlink()
-    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    second = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert second.filled_bytes == SEGMENT and not (second.directory / "segment-00002").exists()
     assert fill(second) == [(4, 4), (8, 2)]
     second.close()
@@ -498,18 +503,12 @@ def test_the_index_goes_before_anything_else(
 
 def half_filled(tmp_path: Path) -> None:
     """Leaves the first of three segments, as a kill in the middle does."""
-    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    pool = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
     Store(pool.pool_bytes, SLAB, columns=pool.columns)
     pool.fill_next()
     pool.close(keep=True)
 
 
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SEGMENT_BYTES", SEGMENT)
-
-
-@pytest.mark.usefixtures("small_segments")
 def test_what_a_server_left_is_measured(tmp_path: Path) -> None:
     assert pool_left(tmp_path, "test") == (0, 0, 0)
     half_filled(tmp_path)
@@ -522,7 +521,6 @@ def test_what_a_server_left_is_measured(tmp_path: Path) -> None:
     assert pool_left(tmp_path, "test").pool_bytes == 0 < pool_left(tmp_path, "test").held_bytes
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_auto_takes_the_size_that_was_left_only_if_the_rest_of_it_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,7 +535,6 @@ def test_auto_takes_the_size_that_was_left_only_if_the_rest_of_it_fits(
     assert auto_size(tmp_path, "other", adopt=True) == (5 * SLAB, False)
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_auto_takes_a_whole_pool_unless_no_server_can_run_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,7 +547,6 @@ def test_auto_takes_a_whole_pool_unless_no_server_can_run_beside_it(
     assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False)
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_the_memory_of_an_old_pool_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,7 +559,6 @@ def test_the_memory_of_an_old_pool_counts_as_free(
     assert freed == [pool_left(tmp_path, "test").held_bytes] and freed[0] > SEGMENT
 
 
-@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("may_shrink", [True, False])
 def test_a_pool_whose_rest_does_not_fit_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_shrink: bool
@@ -571,7 +566,7 @@ def test_a_pool_whose_rest_does_not_fit_is_removed(
     half_filled(tmp_path)
     scarce(monkeypatch, 5 * SLAB, auto_bytes=4 * SLAB)
     if may_shrink:
-        pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True, may_shrink=True)
+        pool = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True, may_shrink=True)
         assert not pool.is_left and pool.pool_bytes == 4 * SLAB
         assert pool.not_adopted.startswith(
             "384KiB of it are missing and do not fit: the memory limit leaves little"
@@ -580,7 +575,7 @@ def test_a_pool_whose_rest_does_not_fit_is_removed(
         pool.close()
     else:
         with pytest.raises(PoolError, match="a pool of 640KiB does not fit"):
-            Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+            small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert list(tmp_path.iterdir()) == [], "its memory is free"
 
 
@@ -594,7 +589,7 @@ def test_a_living_servers_pool_is_not_adopted_without_its_lock_file(tmp_path: Pa
     assert first.is_unlocked() and not first.is_in_place() and not first.is_kept
     before = sorted(first.directory.iterdir())
     with pytest.raises(PoolError, match="in use by another kvkeep server"):
-        Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+        small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert sorted(first.directory.iterdir()) == before and PoolFiles(first.directory).is_of(1)
     first.close()
     assert list(tmp_path.iterdir()) == []
@@ -606,7 +601,7 @@ def test_files_moved_away_from_a_living_server_are_not_adopted(tmp_path: Path) -
     for path in first.directory.iterdir():
         path.rename(tmp_path / "kvkeep-other" / path.name)
     (tmp_path / "kvkeep-other" / "daemon.lock").unlink()
-    second = Pool(tmp_path, "other", 10 * SLAB, SLAB, 2, keep=True)
+    second = small_pool(tmp_path, "other", 10 * SLAB, SLAB, 2, keep=True)
     assert not second.is_left and second.not_adopted.startswith("it cannot be read")
     fill(second)
     second.segments.view(0, 4)[:] = 9
@@ -639,7 +634,7 @@ def test_without_the_lock_file_of_a_session_nothing_is_adopted(
     harm(watch.path)
     watch.leave()
     first.close(keep=True)
-    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    second = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert not second.is_left and second.filled_bytes == 0
     missing = harm is record_removed
     assert second.not_adopted == (
@@ -658,15 +653,15 @@ def test_the_server_after_the_next_one_misses_it_too(tmp_path: Path) -> None:
     dead.leave()
     watch.leave()
     first.let_go()
-    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    second = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert second.is_left and second.old_sessions() == 1 and not dead.path.exists()
     second.close(keep=True)
-    third = Pool(tmp_path, "test", 10 * SLAB, SLAB, 3, keep=True)
+    third = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 3, keep=True)
     assert third.is_left and third.old_sessions() == 1, "who died in order is not missed"
     watch.path.unlink()
     assert third.old_sessions() == 1
     third.close(keep=True)
-    fourth = Pool(tmp_path, "test", 10 * SLAB, SLAB, 4, keep=True)
+    fourth = small_pool(tmp_path, "test", 10 * SLAB, SLAB, 4, keep=True)
     assert not fourth.is_left and watch.path.name in fourth.not_adopted
     fourth.close()
     os.close(at_work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,10 +73,16 @@ def test_another_users_directory_is_refused(
 def test_another_users_closed_directory_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> int:
-        raise PermissionError(13, "Permission denied")
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(path: Any, *given: Any, **named: Any) -> Any:
+            if Path(path) in (tmp_path, tmp_path / "pool"):
+                raise PermissionError(13, "Permission denied")
+            return function(path, *given, **named)
 
-    monkeypatch.setattr(ownership, "_open_directory", refuse)
+        return refuse
+
+    monkeypatch.setattr(os, "mkdir", refusing(os.mkdir))
+    monkeypatch.setattr(os, "open", refusing(os.open))
     for name, remedy in (
         ("pool", "--shm-dir"),
         (".", "--name"),

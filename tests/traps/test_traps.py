@@ -50,10 +50,7 @@ def test_a_fault_inside_the_server_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ("--pool-size", "1MiB", "--slab-size", "64KiB")
-    with (
-        daemon_in_thread(tmp_path, *flags) as daemon,
-        clients.connect(daemon.address) as cache,
-    ):
+    with daemon_in_thread(tmp_path, *flags) as daemon, clients.connect(daemon.address) as cache:
         assert stores(cache, TOKENS) == 10
         with monkeypatch.context() as patched:
             patched.setattr(daemon.store, "lookup", lambda *_, **__: 1 / 0)
@@ -271,9 +268,7 @@ def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps:
     return said
 
 
-def test_what_is_sent_grows_with_blocks_and_not_with_tokens_or_steps(
-    server: ServerProcess,
-) -> None:
+def test_what_is_sent_grows_with_blocks_and_not_with_tokens_or_steps(server: ServerProcess) -> None:
     few = bytes_of_a_hit(server, block_tokens=4, blocks=100)
     assert few > 100 * KEY_BYTES
     eightfold = bytes_of_a_hit(server, block_tokens=32, blocks=100)

@@ -11,17 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from replicas import (
-    POOL,
-    Replica,
-    Server,
-    Since,
-    at_rest,
-    counting,
-    eventually,
-    prompt,
-    request,
-)
+from replicas import POOL, Replica, Server, Since, at_rest, counting, eventually, prompt, request
 
 from kvkeep.testing.process import ServerProcess
 

@@ -18,6 +18,7 @@ from engine_parts import full, mla, model_config, uniform
 from vllm.distributed import parallel_state
 
 from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import differing_parts
@@ -162,7 +163,7 @@ def test_whatever_changes_bytes_makes_another_shape() -> None:
 def weights_of(vllm_config: Any, *digests: Digest) -> str:
     """What stands for the weights, where these are the digests of target and draft."""
     waiting = list(digests)
-    with mock.patch.object(identity, "_digest_of", side_effect=waiting):
+    with mock.patch.object(CheckpointDigest, "of", side_effect=waiting):
         weights = identity.Weights(vllm_config)
         assert not weights.pending
         return weights.revision

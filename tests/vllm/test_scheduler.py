@@ -18,6 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Reports
 from kvkeep_lab.simulation.cache import SimulatedCache
@@ -127,10 +128,9 @@ def test_a_store_that_cannot_be_prepared_at_a_requests_end_leaves_nothing(
     engine.add(request(PROMPT, "b", max_tokens=60))
     while not engine.answers["b"]:
         engine.step()
-    side = engine.half
-    monkeypatch.setattr(side, "_store", lambda *args, **words: 1 / 0)
+    monkeypatch.setattr(CachePlanner, "knows_stored", lambda *args: 1 / 0)
     engine.abort("b")
-    assert side.faults == 1 and "kvkeep: a store could not be prepared" in caplog.text
+    assert engine.half.faults == 1 and "kvkeep: a store could not be prepared" in caplog.text
     monkeypatch.undo()
     engine.settle()
     assert engine.connector.faults == 0

@@ -18,12 +18,15 @@ pytest.importorskip(
 )
 
 from engine_parts import BLOCK, Engine, answer_to, request
+from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
 
 import kvkeep.connector.planner
 from kvkeep.cli.explain import facts
 from kvkeep.connector.file_hashes import hashes_of_user
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.server.explain import RequestShown
+from kvkeep.vllm.keys import Adapters
 from kvkeep.vllm.versions import hashes_are_stable
 from kvkeep_lab.simulation.cache import SimulatedCache
 
@@ -146,16 +149,14 @@ def test_a_store_that_fails_costs_its_own_request_the_cache_and_no_other(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(budget=64)
-    requests = engine.half
-    assert requests is not None
-    real = requests._store
+    prepare_store = CachePlanner.prepare_store
 
-    def fail(known: Any, *args: Any, **words: Any) -> Any:
-        if known.request.request_id == "a":
+    def fail(planner: CachePlanner, state: Any, *args: Any, **words: Any) -> Any:
+        if state.request_id == "a":
             raise RuntimeError("a bug")
-        return real(known, *args, **words)
+        return prepare_store(planner, state, *args, **words)
 
-    monkeypatch.setattr(requests, "_store", fail)
+    monkeypatch.setattr(CachePlanner, "prepare_store", fail)
     engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
     engine.step()
     assert "a store could not be prepared" in caplog.text
@@ -175,9 +176,9 @@ def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
 ) -> None:
     """By then their blocks may be somebody else's."""
     monkeypatch.setattr(Engine, "apart", apart)
-    engine = make(num_blocks=8)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = make(num_blocks=8, change=lambda config: setattr(config, "kv_events_config", events))
     assert engine.half is not None
-    engine.half.events._enabled = True
     engine.add(request(PROMPT, "a", max_tokens=1))
     with monkeypatch.context() as patched:
         failing = mock.Mock(side_effect=MemoryError)
@@ -225,7 +226,7 @@ def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothin
         engine.run(request(PROMPT, "a", params=COUNT, lora_request=style))
         assert engine.answers["a"] == answer_to(PROMPT) and loaded(engine, "a") == 0
         assert not stored(engine) and not lookups(cache)
-    adapters = engine.half._keys._adapters
+    adapters = Adapters()  # which are hashed after those of the engine
     while adapters.name_of(style) is None:
         time.sleep(0.01)
     engine.scheduler.reset_prefix_cache()

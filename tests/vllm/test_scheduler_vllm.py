@@ -29,7 +29,6 @@ from engine_parts import (
 )
 
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.vllm import scheduler
 from kvkeep_lab.simulation.cache import SimulatedCache
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -46,6 +45,11 @@ def filled(make: Callable[..., Engine], *specs: Any, **options: Any) -> Engine:
     """An engine whose server has PROMPT, and which has nothing of it itself."""
     make(*specs).run(request(PROMPT))
     return make(*specs, **options)
+
+
+def waits_for_no_answer(config: Any) -> None:
+    """An idle engine waits for the answer, a little; not one that others wait for."""
+    config.parallel_config.data_parallel_size = 2
 
 
 def counted(engine: Engine, name: str) -> int:
@@ -82,12 +86,9 @@ def test_what_one_engine_stored_another_loads(
 
 
 def test_a_request_waits_while_it_is_looked_up_and_then_while_it_is_loaded(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Engine],
 ) -> None:
-    monkeypatch.setattr(
-        scheduler, "_IDLE_WAIT_MS", 0
-    )  # an idle engine would wait for the answer, a little
-    engine = filled(make)
+    engine = filled(make, change=waits_for_no_answer)
     asked = request(PROMPT, "b")
     engine.add(asked)
     for _ in range(3):
@@ -106,13 +107,16 @@ def test_a_request_waits_while_it_is_looked_up_and_then_while_it_is_loaded(
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
-def test_others_run_while_one_waits(make: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("resets", [False, True])
+def test_others_run_while_one_waits(make: Callable[..., Engine], resets: bool) -> None:
+    """Also if the prefix cache is reset meanwhile."""
     engine = filled(make)
     engine.worker.holds = True
     engine.add(request(PROMPT, "b"), request(OTHER, "c", max_tokens=20))
     for _ in range(4):
         engine.step()
     assert engine.answers["c"] and not engine.answers["b"]
+    assert not resets or engine.connector.reset_cache() is True
     engine.worker.holds = False
     engine.run()
     assert (engine.answers["b"], engine.answers["c"]) == (answer_to(PROMPT), answer_to(OTHER, 20))
@@ -490,10 +494,8 @@ def test_aborted_while_it_runs(make: Callable[..., Engine]) -> None:
 def test_the_name_of_an_aborted_request_may_be_used_again_at_once(
     make: Callable[..., Engine],
 ) -> None:
-    engine = filled(make)
+    engine = filled(make, change=waits_for_no_answer)
     engine.add(request(PROMPT, "b"))
-    assert engine.half is not None
-    engine.half._may_wait = False  # nobody waits for an answer
     engine.step(delivers=False)
     engine.abort("b")
     engine.run(request(OTHER, "b"))
@@ -682,18 +684,6 @@ def test_after_a_reset_nothing_old_is_found_and_new_blocks_are_its_own(
     assert (other.answers["d"], counted(other, "d")) == (answer_to(PROMPT), 5 * BLOCK), (
         "what was stored before"
     )
-
-
-def test_a_reset_while_requests_are_under_way(make: Callable[..., Engine]) -> None:
-    engine = filled(make)
-    engine.worker.holds = True
-    engine.add(request(PROMPT, "b"), request(OTHER, "c", max_tokens=20))
-    for _ in range(4):
-        engine.step()
-    assert engine.connector.reset_cache() is True
-    engine.worker.holds = False
-    engine.run()
-    assert (engine.answers["b"], engine.answers["c"]) == (answer_to(PROMPT), answer_to(OTHER, 20))
 
 
 def test_statistics_reach_vllms(make: Callable[..., Engine]) -> None:

@@ -400,11 +400,7 @@ def test_settings(cache: SimulatedCache, options: dict[str, Any], so: bool) -> N
     ],
 )
 def test_engines_that_load_in_the_background(
-    cache: SimulatedCache,
-    monkeypatch: pytest.MonkeyPatch,
-    of: type,
-    attribute: str,
-    value: bool,
+    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch, of: type, attribute: str, value: bool
 ) -> None:
     monkeypatch.setattr(of, attribute, value)
     assert not loaded_so(engine_of(cache), request(PROMPT, "b"))

@@ -24,11 +24,12 @@ import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
+from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.vllm import identity, versions
+from kvkeep.vllm import versions
 from kvkeep.vllm.messages import Reports, Step
 from kvkeep.vllm.worker import WorkerSide, find_here
 
@@ -324,11 +325,10 @@ def test_a_handshake_that_was_not_told_at_start_up_comes_with_the_first_reports_
 ) -> None:
     """MultiConnector gives the first handshake of any child to all of them, so it gets none of
     ours."""
-    alone, child = registered(full()), registered(full())
+    alone, child = registered(full()), registered(full(), siblings=("NixlConnector",))
     assert alone.handshake is not None and alone.first_handshake() is alone.handshake
     assert alone.build_connector_worker_meta() is None
     monkeypatch.setattr(kvkeep.vllm.worker, "is_child", lambda worker: worker is child)
-    child._siblings = ("NixlConnector",)
     assert child.first_handshake() is None
     reports = child.build_connector_worker_meta()
     assert reports is not None and reports.finished == []
@@ -413,12 +413,13 @@ def registered(
     layer: Any = None,
     extra: dict[str, Any] | None = None,
     yield_to: Callable[[WorkerSide], None] = lambda worker: None,
+    siblings: tuple[str, ...] = (),
     **model: Any,
 ) -> WorkerSide:
     config = vllm_config(**model)
     config.parallel_config.data_parallel_size = engines
     cache = cache_config(*specs, num_blocks=6)
-    worker = WorkerSide(config, cache, ClientOptions())
+    worker = WorkerSide(config, cache, ClientOptions(), siblings)
     layers = {
         name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names
     }
@@ -494,7 +495,8 @@ class Hashing:
         return not self.known.is_set()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self.known.wait(timeout_s)
+        """Whoever would wait for a while only does not wait at all."""
+        return self.known.wait(0 if timeout_s else None)
 
     def end(self, value: str | None, problem: str = "") -> None:
         self.value, self.problem = value, problem
@@ -515,8 +517,7 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
         assert worker.build_connector_worker_meta() is None and worker.handshake.shape is None
         hashing.end(value, problem)
 
-    patience = mock.patch.object(kvkeep.vllm.worker, "_HASH_PATIENCE_S", 0)
-    with patience, mock.patch.object(identity, "_digest_of", return_value=hashing):
+    with mock.patch.object(CheckpointDigest, "of", return_value=hashing):
         return registered(full(), extra={"kvkeep.revision": None}, yield_to=go_on)
 
 

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,8 @@ def test_the_overflow_uid_may_be_our_own_where_it_can_be_nobody_elses(
     monkeypatch: pytest.MonkeyPatch, every_user: bool
 ) -> None:
     monkeypatch.setattr(peers.os, "geteuid", lambda: OVERFLOW_UID)
-    monkeypatch.setattr(peers, "_maps_every_user", lambda: every_user)
+    ids = f"0 0 {(1 << 32) - 1}" if every_user else "0 100000 65536"
+    monkeypatch.setattr(peers, "Path", lambda path: SimpleNamespace(read_text=lambda: ids))
     assert is_trusted(OVERFLOW_UID, ()) is every_user
 
 

@@ -222,9 +222,7 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
     assert len(driver.freed) == len(pins), "each once"
 
 
-def test_what_could_not_be_pinned_is_not_unpinned(
-    tmp_path: Path,
-) -> None:
+def test_what_could_not_be_pinned_is_not_unpinned(tmp_path: Path) -> None:
     segments, driver = pool_of(tmp_path, 2, 2, pin=1), Pins(refused=(0, 2))
     while segments.populate_next(driver.pin, driver.unpin):
         pass
@@ -232,9 +230,7 @@ def test_what_could_not_be_pinned_is_not_unpinned(
     assert driver.freed == [driver.asked[1][0], driver.asked[3][0]]
 
 
-def test_pinning_goes_on_where_the_server_had_not_got_to(
-    tmp_path: Path,
-) -> None:
+def test_pinning_goes_on_where_the_server_had_not_got_to(tmp_path: Path) -> None:
     segments, driver = pool_of(tmp_path, 5, 5), Pins()
     segment_path(tmp_path, 1).unlink()
     assert [segments.populate_next(driver.pin, driver.unpin) for _ in range(7)] == [True] * 5 + [

@@ -30,12 +30,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from kvkeep.testing.process import JsonProcess
 
-_START_WITHIN_S = 600.0
-_ANSWER_WITHIN_S = 300.0
-_READY_WITHIN_S = 300.0
-_DROP_WITHIN_S = 60.0  # blocks that a connector still stores cannot be dropped
-_END_WITHIN_S, _GIVE_UP_WITHIN_S = 30.0, 3.0  # when all went well, and when not
-
 Key = TypeVar("Key", bound=Hashable)
 Handler = Callable[..., dict[str, Any]]
 
@@ -49,6 +43,18 @@ class Answer:
     ms: float
     tokens: list[int]
     cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an engine may take, in seconds."""
+
+    start_s: float = 600.0
+    answer_s: float = 300.0
+    ready_s: float = 300.0
+    drop_s: float = 60.0  # blocks that a connector still stores cannot be dropped
+    end_s: float = 30.0  # when all went well
+    give_up_s: float = 3.0  # when not
 
 
 class EngineProcess:
@@ -74,6 +80,7 @@ class EngineProcess:
     ) -> None:
         self.name = name
         self.arguments = dict(arguments)
+        self.patience = Patience()
         self.vllm = ""
         self._environment = environment
         self._counting = counting
@@ -106,9 +113,9 @@ class EngineProcess:
         self.process.name = f"vLLM with connector {self.name}"
         try:
             self.process.send({"arguments": self.arguments})
-            self.vllm = self.process.receive(_START_WITHIN_S)["vllm"]
+            self.vllm = self.process.receive(self.patience.start_s)["vllm"]
         except BaseException:  # guard: nobody else would end the process; raised again
-            self.process.end(_GIVE_UP_WITHIN_S)
+            self.process.end(self.patience.give_up_s)
             raise
         return self
 
@@ -118,29 +125,29 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.process.end(_END_WITHIN_S if kind is None else _GIVE_UP_WITHIN_S)
+        self.process.end(self.patience.end_s if kind is None else self.patience.give_up_s)
 
     def wait_until_ready(self) -> None:
-        until = time.monotonic() + _READY_WITHIN_S
+        until = time.monotonic() + self.patience.ready_s
         while self._ready_when not in self.process.log():
             if self.process.exit_code() is not None:
                 raise self.process.failure("ended")
             if time.monotonic() > until:
-                raise self.process.failure(f"is not ready after {_READY_WITHIN_S:g} s")
+                raise self.process.failure(f"is not ready after {self.patience.ready_s:g} s")
             time.sleep(0.05)
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
         """Time is that until the last token, so with one token it is the time to the first."""
         asked = {"prompt": list(prompt), "max_tokens": max_tokens, "counting": self._counting}
-        return Answer(**self.call("ask", asked, _ANSWER_WITHIN_S))
+        return Answer(**self.call("ask", asked, self.patience.answer_s))
 
     def drop_local_cache(self) -> None:
         """Drops the engine's own prefix cache; what its connector keeps stays."""
-        within_s = _DROP_WITHIN_S + _ANSWER_WITHIN_S
-        if not self.call("drop", {"within_s": _DROP_WITHIN_S}, within_s)["dropped"]:
+        drop_s = self.patience.drop_s
+        answer = self.call("drop", {"within_s": drop_s}, drop_s + self.patience.answer_s)
+        if not answer["dropped"]:
             raise self.process.failure(
-                f"could not drop its prefix cache within {_DROP_WITHIN_S:g} s: blocks are still "
-                "in use"
+                f"could not drop its prefix cache within {drop_s:g} s: blocks are still in use"
             )
 
     def call(self, handler: str, asked: Mapping[str, Any], within_s: float) -> dict[str, Any]:

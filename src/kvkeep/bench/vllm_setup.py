@@ -26,7 +26,6 @@ from kvkeep.units import GIB, MIB
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}  # what vLLM takes on each
 GPU_SHARE = 0.85  # of its memory, for engines
 SPARE_TOKENS = 64  # room for an answer behind the longest prompt
-_STORED_WITHIN_S = 60.0
 _LMCACHE_WITHIN_S = 120.0
 
 # -- models
@@ -305,16 +304,17 @@ class Stored:
 
     server: ServerProcess
     blocks: int = 0  # at the end of the last wait
+    within_s: float = 60.0
 
     def wait(self, block_tokens: int, prompt_tokens: int) -> None:
         """The last token of a prompt is always computed, so a block that ends with it may be
         missing."""
         expected = self.blocks + (prompt_tokens - 1) // block_tokens
-        until = time.monotonic() + _STORED_WITHIN_S
+        until = time.monotonic() + self.within_s
         while (stored := self.count()) < expected:
             if time.monotonic() > until:
                 raise Unavailable(
-                    f"the server has {stored:,} of {expected:,} blocks after {_STORED_WITHIN_S:g} s",
+                    f"the server has {stored:,} of {expected:,} blocks after {self.within_s:g} s",
                     "the engine's log would say why: set VLLM_LOGGING_LEVEL=INFO",
                 )
             time.sleep(0.02)

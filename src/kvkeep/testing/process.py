@@ -23,7 +23,6 @@ from kvkeep.errors import KVKeepError, Unavailable
 from kvkeep.server.settings import made_token
 
 _numbers = itertools.count()
-_ENDS_IN_S = 60
 _LAST_WORD_WITHIN_S = 3.0  # pipes close before the last line of a log is written
 _SHOWN_LINES = 30
 # The server listens on loopback: a proxy from the environment is for the world outside.
@@ -111,14 +110,15 @@ class ServerProcess:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
-        """Ends the server and returns what it wrote to its log."""
+    def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = 60.0) -> str:
+        """Ends the server and returns what it wrote to its log. TimeoutExpired if it had to be
+        killed."""
         if self.process is None:
             return ""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            self.process.communicate(timeout=_ENDS_IN_S)
+            self.process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:  # raised again; nobody else would end it
             self.process.kill()
             self.process.communicate()

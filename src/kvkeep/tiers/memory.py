@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of falloc.h
-_SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
 _SLABS_AT_LEAST = 16
 
@@ -127,7 +126,10 @@ class Pool:
         fresh: bool = False,
         may_shrink: bool = False,
         any_slab: bool = False,
+        segment_bytes: int = 256 * MIB,
     ) -> None:
+        """`segment_bytes` is rounded down to whole slabs, and up to one."""
+        self._most_segment_bytes = segment_bytes
         self.directory = _directory(shm_dir, name)
         self._set_sizes(pool_bytes, slab_bytes)
         self._any_slab, self._is_auto = any_slab, may_shrink
@@ -167,7 +169,7 @@ class Pool:
 
     def _set_sizes(self, pool_bytes: int, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
-        self.segment_bytes = max(_SEGMENT_BYTES // slab_bytes, 1) * slab_bytes
+        self.segment_bytes = max(self._most_segment_bytes // slab_bytes, 1) * slab_bytes
         self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
 
     def _check_rest(self, shm_dir: Path) -> None:
