@@ -15,6 +15,7 @@ import pytest
 
 from kvkeep.bench import vllm, vllm_session
 from kvkeep.bench.vllm import Bench, Plan
+from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import FreeMemory
 from kvkeep.bench.vllm_setup import ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
@@ -46,6 +47,29 @@ def run(stubbed_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`vllm.run` with stubs for vLLM, the model and the connectors' servers."""
     stubbed_vllm.put_into(monkeypatch, vllm)
     return vllm.run
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Whole prompts in the order in which engines were asked: which engine, and whether its own
+    cache was dropped before."""
+    asked: list[tuple[str, tuple[int, ...], bool]] = []
+    dropped: set[str] = set()
+    ask, drop = EngineProcess.ask, EngineProcess.drop_local_cache
+
+    def note(engine: EngineProcess, prompt: list[int], max_tokens: int = 1) -> Answer:
+        if len(prompt) >= 100:
+            asked.append((engine.name, tuple(prompt), engine.name in dropped))
+            dropped.discard(engine.name)
+        return ask(engine, prompt, max_tokens)
+
+    def note_drop(engine: EngineProcess) -> None:
+        dropped.add(engine.name)
+        drop(engine)
+
+    monkeypatch.setattr(EngineProcess, "ask", note)
+    monkeypatch.setattr(EngineProcess, "drop_local_cache", note_drop)
+    return asked
 
 
 # -- options
@@ -165,20 +189,14 @@ def test_rows_have_these_names_and_all_is_measured(run: Run, settled: list[int])
     assert [each["connector"] for each in result["ratios"]] == ["kvkeep"] * 2
 
 
-def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[tuple[str, str]] = []
-    case = Bench._case
-    monkeypatch.setattr(
-        Bench,
-        "_case",
-        lambda self, *asked: (order.append((asked[0].engine.name, asked[1])), case(self, *asked)),
-    )
+def test_engines_take_turns_in_changing_order(run: Run, asked: list[Any]) -> None:
     run(device="cpu", prompt_tokens="100", repeats=1)
-    names = ["none", "kvkeep"]
-    warm_up = [(name, at) for at in ("cold", "local", "external") for name in names]
-    assert order == warm_up + [
-        (name, at) for at in ("cold", "local", "external") for name in reversed(names)
-    ]
+    names, drops = ["none", "kvkeep"], (True, False, True)  # cold, local, external
+    warm_up = [(name, drop) for drop in drops for name in names]
+    measured = [(name, drop) for drop in drops for name in reversed(names)]
+    assert [(name, drop) for name, _, drop in asked] == warm_up + measured[:-1], (
+        "without a connector nothing external would be found"
+    )
 
 
 def test_hits_follow_each_other_several_times_where_they_are_soon_over(
@@ -220,7 +238,7 @@ def test_on_a_gpu_without_room_for_all_engines_come_one_after_the_other(
 
 
 def test_short_prompts_are_cold_several_times_and_each_after_a_rest(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch, asked: list[Any]
 ) -> None:
     monkeypatch.setattr(vllm, "_MORE_COLD", {"cpu": 2})
     monkeypatch.setattr(vllm, "_REST_S", {"cpu": 0.125})
@@ -232,31 +250,17 @@ def test_short_prompts_are_cold_several_times_and_each_after_a_rest(
         "sleep",
         lambda seconds: rests.append(seconds) if seconds == 0.125 else sleep(seconds),
     )
-    asked: list[tuple[str, str, list[int]]] = []
-    case = Bench._case
-    monkeypatch.setattr(
-        Bench,
-        "_case",
-        lambda self, *each: (
-            asked.append((each[0].engine.name, each[1], each[2])),
-            case(self, *each),
-        ),
-    )
     result = run(device="cpu", prompt_tokens="100,200", repeats=2)
     counts = [len(row["samples_ms"]["cold"]) for row in result["rows"]]
     assert counts == [6, 6, 2, 2] and all(
         len(row["samples_ms"]["local"]) == 2 for row in result["rows"]
     )
     assert len(rests) == 2 * (1 + 6 + 1 + 2), "of both engines, with the rounds that warm up"
-    cold = {
-        name: [prompt for who, at, prompt in asked if (who, at) == (name, "cold")]
-        for name in ("none", "kvkeep")
-    }
-    assert cold["none"] == cold["kvkeep"], "the same prompts"
-    assert len({tuple(prompt) for prompt in cold["none"]}) == len(cold["none"]), (
-        "and each of them once"
-    )
-    firsts = [name for name, at, _ in asked if at == "cold"][2::2]
+    cold = list(dict.fromkeys((name, prompt) for name, prompt, _ in asked))
+    prompts = {name: [each for who, each in cold if who == name] for name in ("none", "kvkeep")}
+    assert prompts["none"] == prompts["kvkeep"], "the same prompts"
+    assert len(prompts["none"]) == 1 + 6 + 1 + 2, "and each of them is cold once"
+    firsts = [name for name, _ in cold][2::2]
     assert firsts[:3] in (["none", "kvkeep", "none"], ["kvkeep", "none", "kvkeep"])
 
 
@@ -305,7 +309,8 @@ def test_kvkeep_that_fails_ends_the_run(run: Run, behaviour: dict[str, str]) -> 
 
 def test_a_signal_ends_it_in_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(Bench, "_round", lambda *ignored: os.kill(os.getpid(), signal.SIGTERM))
+    end = lambda *ignored: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(EngineProcess, "drop_local_cache", end)
     with pytest.raises(SystemExit) as caught:
         run(device="cpu", prompt_tokens="100", repeats=1)
     assert caught.value.code == 128 + signal.SIGTERM
