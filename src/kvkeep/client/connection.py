@@ -268,9 +268,9 @@ class Connection:
                 call.failure = "forked"
                 break
             with self.lock:
-                self.poll()
                 if not call.done:
                     self._transport.wait(min(_WAIT_SLICE_MS, max(1, until_ms - self._clock())))
+                self.poll()
         return call.reply
 
     def pause(self, milliseconds: int) -> None:
@@ -364,6 +364,8 @@ class Connection:
                 header = decode_header(frames)
                 if (call := self._calls.get(header.number)) is not None:
                     self._answered(call, decode_reply(header, frames), frames[2:])
+                    if not self._calls:
+                        return  # nothing else is on its way
                     continue
             except ProtocolError as error:
                 self.refusal = str(error)

@@ -134,13 +134,16 @@ class StreamTransport:
         return message
 
     def wait(self, timeout_ms: int) -> None:
-        if self._stream is None or self._stream.is_over:
+        stream = self._stream
+        if stream is None or (stream.is_over and not self._is_open):
             self._poll(None, timeout_ms, 0)
             return
         if self._is_open:
-            self._stream.flush()
-        writes = self._stream.unsent_bytes or not self._is_connected
-        self._poll(self._stream, timeout_ms, select.POLLIN | (select.POLLOUT if writes else 0))
+            stream.flush()
+            if stream.is_over or stream.has_next:
+                return  # `receive` says so
+        writes = stream.unsent_bytes or not self._is_connected
+        self._poll(stream, timeout_ms, select.POLLIN | (select.POLLOUT if writes else 0))
 
     def lost(self) -> bool:
         lost, self._was_lost = self._was_lost, False

@@ -101,13 +101,17 @@ class Connections:
         """`wait` also returns when this descriptor is readable. The caller reads it."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits for something to do, at most `timeout_s`."""
+    def wait(self, timeout_s: float) -> list[int]:
+        """Waits for something to do, at most `timeout_s`. Returns which others are readable."""
+        others: list[int] = []
         for descriptor, _ in self._epoll.poll(0 if self._ready else timeout_s):
             if descriptor in self._listeners:
                 self._accept(self._listeners[descriptor])
             elif descriptor in self._peers:
                 self._ready.setdefault(descriptor, self._peers[descriptor])
+            else:
+                others.append(descriptor)
+        return others
 
     def serve(self, answer: Answer) -> None:
         """Serves the peers that wait, a few requests each, for _TURN_S at most."""

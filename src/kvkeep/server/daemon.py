@@ -245,10 +245,10 @@ class Daemon:
         if self.movement is not None:
             timeout_s = min(timeout_s, MOST_SILENCE_S)
         self.busy_since = None
-        self._connections.wait(max(0.0, min(timeout_s, due - now)))
+        others = self._connections.wait(max(0.0, min(timeout_s, due - now)))
         self.busy_since = time.monotonic()
         self._connections.serve(self._answer)
-        with contextlib.suppress(BlockingIOError):
+        if self._waker.fileno() in others:
             self._waker.recv(4096)
         if self.movement is not None:
             self.movement.turn(self.now_ms())

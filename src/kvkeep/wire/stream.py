@@ -136,15 +136,19 @@ class Stream:
     @property
     def has_next(self) -> bool:
         """Whether a whole message has arrived."""
-        return not self._missing_bytes()
+        return self._read_bytes > 0 and not self._missing_bytes()
 
     def next(self) -> list[bytes] | None:
         """The next whole message, if there is one: its header, its body and each frame of its
         payload."""
         if self._missing_bytes() or (sizes := self._sizes) is None:
             return None
-        payload = [sizes.payload_frame_bytes] * sizes.payload_frames
         self._sizes = None
+        if len(self._pieces) == 1 and self._read_bytes == HEADER_BYTES + sizes.body_bytes:
+            whole = bytes(self._pieces.popleft())  # most messages come alone
+            self._read_bytes = 0
+            return [whole[:HEADER_BYTES], whole[HEADER_BYTES:]]
+        payload = [sizes.payload_frame_bytes] * sizes.payload_frames
         return [self._take(length) for length in (HEADER_BYTES, sizes.body_bytes, *payload)]
 
     def end(self) -> None:
