@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvkeep.server import write_behind
 from kvkeep.server.lower_tier import WriteJob
 from kvkeep.server.shared import Shared, tenant_digest
 from kvkeep.server.write_behind import Reference, WriteBehind
+from kvkeep.store import tree
 from kvkeep.store.store import MOVING, Store
+from kvkeep.store.table import BlockTable
+from kvkeep.tiers.admission import Admission
 from kvkeep.tiers.mover import Job, Mover, Result, Share
 from kvkeep.wire.pool_files import Watch
 
@@ -168,3 +173,73 @@ def test_requests_that_never_end_do_not_stop_writes(world: World) -> None:
         world.behind.refer(Reference("A", f"{0:4}{0:4}        ".encode(), 1))
         world.behind.turn(0)
     assert len(world.process.jobs) >= 90
+
+
+@pytest.mark.parametrize("blocks", [7, 8, 9, 15, 16, 17, 40])
+def test_a_long_chain_is_written_in_order_a_segment_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    looked_at: list[int] = []
+
+    def way_up(table: BlockTable, row: int, count: int) -> Any:
+        rows = tree.way_up(table, row, count)
+        looked_at.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(write_behind, "_SEGMENT_BLOCKS", 8)
+    monkeypatch.setattr(write_behind, "way_up", way_up)
+    world.stores("A", 1, blocks)
+    keys = b""
+    while world.behind.has_to_do:
+        looked_at.clear()
+        world.behind.turn(0)
+        assert sum(looked_at) <= 3 * 2 * 8
+        while world.process.jobs:
+            job = world.process.jobs.pop(0)
+            assert isinstance(job, Share)
+            keys += job.keys
+            ended = world.tier.jobs.pop(job.number)
+            assert isinstance(ended, WriteJob)
+            world.store.release(MOVING, job.number, 0)
+            world.tier.wrote(ended.planned, Result(job.number, good=b"\1" * ended.blocks))
+    assert keys == b"".join(f"{number:4}{1:4}        ".encode() for number in range(blocks))
+
+
+def test_a_long_chain_that_was_refused_begins_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "_SEGMENT_BLOCKS", 8)
+    world.stores("A", 1, 40)
+    first = ""
+    for _ in range(7):  # it is in its third segment
+        first += world.written(1, "A")
+    world.turns()
+    for job in world.process.jobs:
+        ended = world.tier.jobs.pop(job.number)
+        assert isinstance(ended, WriteJob)
+        world.store.release(MOVING, job.number, 0)
+        world.tier.failed(ended.planned)
+    world.process.jobs.clear()
+    world.turns()
+    again = world.process.jobs[0]
+    assert first == "A" * 7 and isinstance(again, Share) and again.keys[:4] == b"   0"
+
+
+def test_a_turn_tells_admission_of_some_blocks_of_a_long_prompt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def looked_up(self: Admission, keys: bytes, found: int, known_below: bool = False) -> bool:
+        told.append((len(keys) // 16, found))
+        return True
+
+    monkeypatch.setattr(Admission, "looked_up", looked_up)
+    behind = WriteBehind(world.store, [world.tier], 1 << 20, world.numbers.__next__)
+    behind.refer(Reference("A", os.urandom(16 * 2000), 700, 100))
+    while behind.has_to_do:
+        before = sum(blocks for blocks, _ in told)
+        behind.turn(0)
+        assert sum(blocks for blocks, _ in told) - before <= 512
+    assert sum(blocks for blocks, _ in told) == 2000
+    assert sum(min(each) for each in told) == 800, "the first ones are in memory or coming"

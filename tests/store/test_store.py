@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -611,3 +612,22 @@ def test_each_shard_of_each_block_has_a_checksum(hand: Hands) -> None:
             "checksums",
         )
     assert h.complete(write) == 2
+
+
+def test_many_leases_end_in_pieces(hand: Hands) -> None:
+    h = hand(128)
+    leases = range(1000, 1100)
+    for number, lease in enumerate(leases):
+        h.put(chr(200 + number))
+        hit = h.store.lookup(1, lease, "t", h.layout, h.key(chr(200 + number)), 0, h.now_ms)
+        assert hit.blocks == 1
+    layout = h.store.layouts.get(h.layout)
+    h.store.blocks.a_turn = 8
+    held = [layout.held_blocks]
+    assert h.store.release_all(1, [*leases, 7], h.now_ms) == set(leases)
+    assert not h.store.release_all(1, leases, h.now_ms), "none can be released twice"
+    while h.store.has_to_tidy:
+        held.append(layout.held_blocks)
+        h.store.tidy(h.now_ms)
+    assert held[0] == 100 and not layout.held_blocks
+    assert max(before - after for before, after in itertools.pairwise(held)) == 8

@@ -127,3 +127,27 @@ def test_the_largest_tenants_and_the_sum_of_quotas_are_known_without_looking_at_
     tenants.forget_if_idle(known[143])
     assert tenants.in_force_bytes == 198 * 10 + 100 and known[143] not in tenants.largest(1000)
     tenants.check_integrity()
+
+
+def test_what_changes_for_all_is_put_in_force_for_some_tenants_at_a_time() -> None:
+    """Also for those with quotas of their own: they may be many."""
+    tenants = Tenants(20, None, pool_bytes=100)
+    for number in range(10):
+        tenants.set_quota(tenants.get_or_add(f"t{number}"), 10)
+    others = [tenant for tenant in tenants if tenant.name != "t0"]
+    first = tenants.get("t0")
+    assert first is not None
+    for change, quota_bytes in (
+        (lambda: tenants.set_quota(first, 110), 5),
+        (lambda: tenants.set_quota(first, 10), 10),
+        (lambda: tenants.set_default_limit(7), 7),
+    ):
+        change()
+        changed = 0
+        while tenants.to_update:
+            before = sum(tenant.quota_bytes == quota_bytes for tenant in others)
+            tenants.update(3)
+            changed = sum(tenant.quota_bytes == quota_bytes for tenant in others)
+            assert changed - before <= 3
+            tenants.check_integrity()
+        assert changed == 9

@@ -230,7 +230,11 @@ class Life:
             for at in range(0, len(keys), 16)
             if tenant in (None, name)
         }
-        self.index.clear(tenant)
+        if tenant is None:
+            self.index.note_clear_of_all()
+            self.index.take_out(self.index.store.tenants.names())
+        else:
+            self.index.clear(tenant)
         waiting = self.index.take_records()
         assert waiting is not None
         commit(self.files, waiting.record)
@@ -258,7 +262,7 @@ class Life:
                 self.checked += name in self.shown
                 if not good:  # was never acknowledged, or was evicted: its slot has other bytes
                     self.lost += 1
-                    self.index.drop(*name)
+                    self.index.drop([name])
                     break
             self.index.release(hit.number, 0)
         while self.index.store.tidy(0):

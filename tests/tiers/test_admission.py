@@ -148,3 +148,24 @@ def test_another_size_of_the_disk_keeps_the_trial_or_starts_a_new_one() -> None:
     assert not admission.admits_first_use
     admission.fit(10 * DISK_BLOCKS)
     assert admission.admits_first_use and "with 0 and 0 of 4096" in repr(admission)
+
+
+def test_chains_that_come_in_parts_are_judged_as_whole_ones() -> None:
+    whole, parts, chance = Admission(DISK_BLOCKS), Admission(DISK_BLOCKS), Random(1)
+    for _ in range(300):
+        chain = [f"{chance.randrange(40)} {at}" for at in range(chance.randrange(1, 60))]
+        found = chance.randrange(len(chain) + 1)
+        is_store = chance.random() < 0.5
+        whole.stored(keys(*chain)) if is_store else whole.looked_up(keys(*chain), found)
+        is_known, stop = False, len(chain)
+        while stop:
+            start = max(0, stop - chance.randrange(1, 20))
+            part, found_here = keys(*chain[start:stop]), max(0, found - start)
+            is_known = (
+                parts.stored(part, is_known)
+                if is_store
+                else parts.looked_up(part, found_here, is_known)
+            )
+            stop = start
+        assert repr(parts) == repr(whole)
+        assert parts.wanted(keys(*chain), FULL) == whole.wanted(keys(*chain), FULL)

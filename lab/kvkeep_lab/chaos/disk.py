@@ -374,7 +374,10 @@ class ChaosDisk:
         assert self.movement is not None
         known = _names(self.index.store, self.index.store.blocks.table.live_rows().tolist())
         self._clearing |= {name for name in known if tenant in (None, name[0])}
-        self.movement.clear(tenant)
+        if tenant is None:
+            self.movement.clear_all()
+        else:
+            self.movement.clear(tenant)
 
     def end(self) -> None:
         """The server's process is gone, and the mover with it."""

@@ -240,7 +240,7 @@ class Faults:
         except RequestError:  # it does not fit what others were promised, or what the tenant was
             return False
         if self._server.disk is not None and self._server.disk.movement is not None:
-            self._server.disk.movement.follow_quotas()
+            self._server.disk.movement.follow_quotas([tenant])
         return True
 
     def _clear(self, chance: random.Random) -> bool:

@@ -7,6 +7,7 @@ A simulation that finds nothing wrong proves nothing until it is known what it w
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -389,14 +390,14 @@ def _acknowledge_unsynced() -> list[Patch]:
 def _forget_clears() -> list[Patch]:
     """The log of the disk does not learn what was cleared, nor which slots that freed."""
 
-    def clear(self: DiskIndex, tenant: str | None) -> int:
-        count = right(self, tenant)
-        self._clears.clear()
-        del self._freed[:]
+    def take_out(self: DiskIndex, tenants: list[str]) -> int:
+        count = right(self, tenants)
+        self.store.slabs.given = array("q")
         return count
 
-    right = DiskIndex.clear
-    return [(DiskIndex, "clear", clear)]
+    right = DiskIndex.take_out
+    forget: Patch = (DiskIndex, "_note_clear", lambda self, name: None)
+    return [(DiskIndex, "take_out", take_out), forget]
 
 
 def _keep_promotions() -> list[Patch]:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import check_tenant
+from kvkeep.server.clearing import Clearing
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.explain import RequestShown
 from kvkeep.server.lower_tier import TierShown
@@ -42,7 +43,6 @@ from kvkeep.store.operators import (
     check_default_quota,
     check_limit,
     check_quota,
-    clear_all,
     set_default_limit,
     set_default_quota,
     set_limit,
@@ -58,7 +58,6 @@ T = TypeVar("T")
 
 _HOSTS_WAIT_S = 8.0  # for hosts that share a tier: more than it takes them to confirm a clear
 LOOP_WAIT_S = 4.0  # less than our commands wait, so that they get this error
-_TENANTS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines are served
 _TENANTS_SHOWN_A_TURN = 128
 _LOOK_EVERY_S = 0.01
 
@@ -216,6 +215,7 @@ class Admin:
             kept = _with(self.daemon.kept_quotas.tenants, tenant, quota_bytes)
             with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
+            self._follow([tenant])
             self._tidy()
         log.info("quota of tenant %s: %s", tenant, _or_default(quota_bytes))
 
@@ -230,6 +230,7 @@ class Admin:
             kept = _with(self.daemon.kept_quotas.limits, tenant, limit_bytes)
             with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
                 self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms))
+            self._follow([tenant])
             self._tidy()
         log.info("limit of tenant %s: %s", tenant, _or_default(limit_bytes))
 
@@ -249,6 +250,7 @@ class Admin:
                 )
             with self._saved(kept) if kept != self.daemon.kept_quotas else contextlib.nullcontext():
                 self.in_loop(lambda: self._put_in_force(changed))
+            self._follow([])
             self._tidy()
         for name in changes:
             log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
@@ -307,28 +309,13 @@ class Admin:
         return dropped
 
     def clear_all(self) -> int:
-        """Takes all blocks out of use. Returns how many. Tiers are cleared first, and nothing moves
-        until memory is cleared, too."""
-        store, movement, dropped = self.daemon.store, self.daemon.movement, 0
-        names = [tenant.name for tenant in self.in_loop(lambda: list(store.tenants))]
-
-        def clear_tiers() -> int:
-            if movement is None:
-                return 0
-            movement.hold()
-            return movement.clear(None)
-
-        def clear_some(names: Sequence[str]) -> int:
-            if movement is not None:
-                movement.hold()
-            return clear_all(store, names)
-
-        on_tiers = self.in_loop(clear_tiers)
-        for at in range(0, len(names), _TENANTS_CLEARED_A_TURN):
-            dropped += self.in_loop(partial(clear_some, names[at : at + _TENANTS_CLEARED_A_TURN]))
-        if movement is not None:
-            self.in_loop(movement.go_on)
-        dropped = max(dropped, on_tiers)
+        """Takes all blocks out of use. Returns how many there were in memory, or on disks if those
+        are more."""
+        store, movement = self.daemon.store, self.daemon.movement
+        clearing = self.in_loop(movement.clear_all if movement else partial(Clearing, store))
+        while self.in_loop(clearing.turn):
+            pass
+        dropped = max(clearing.in_memory, clearing.on_disks)
         self._tidy()
         self._wait_for_clears()
         log.info("cleared all %d blocks", dropped)
@@ -352,11 +339,14 @@ class Admin:
             )
         return movement
 
+    def _follow(self, tenants: Sequence[str]) -> None:
+        """Puts changed quotas and limits in force on disks."""
+        if (movement := self.daemon.movement) is not None:
+            self.in_loop(lambda: movement.follow_quotas(tenants))
+
     def _tidy(self) -> None:
         """Completes what a change has begun, in pieces between engines' requests."""
-        store, movement = self.daemon.store, self.daemon.movement
-        if movement is not None:
-            self.in_loop(movement.follow_quotas)
+        store = self.daemon.store
         while self.in_loop(lambda: store.tidy(self.daemon.now_ms())):
             pass
 

@@ -50,11 +50,11 @@ class Lacked:
 
     def spread(self, start: int, count: int) -> NDArray[np.uint8]:
         """The causes of `count` blocks from `start` on; NOT_KNOWN where this lookup says none."""
-        known = np.repeat(np.array(self.causes, dtype=np.uint8), self.counts)
         found = np.full(count, NOT_KNOWN, dtype=np.uint8)
-        low, high = max(start, self.first), min(start + count, self.first + len(known))
-        if low < high:
-            found[low - start : high - start] = known[low - self.first : high - self.first]
+        at = self.first - start
+        for cause, blocks in zip(self.causes, self.counts, strict=True):
+            found[max(0, at) : max(0, at + blocks)] = cause
+            at += blocks
         return found
 
 

@@ -12,8 +12,6 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.lower_tier import Hit, LowerTier, Planned, Promotion, ReadJob
 from kvkeep.server.verification import Verification
 from kvkeep.store.layouts import Layout
-from kvkeep.store.operators import follow
-from kvkeep.store.store import Store
 from kvkeep.store.tree import key_at
 from kvkeep.tiers.disk_check import DiskCheck
 from kvkeep.tiers.disk_files import DiskFiles
@@ -103,7 +101,7 @@ class Disk(LowerTier):
     def drop(self, job: ReadJob, bad: NDArray[np.int64]) -> str:
         self.counts.bad_blocks += len(bad)
         tenant = job.promotion.tenant
-        self.index.drop(tenant, key_at(job.promotion.keys, job.start + int(bad[0])))
+        self.index.drop([(tenant, key_at(job.promotion.keys, job.start + int(bad[0])))])
         return (
             f"{len(bad)} blocks of tenant {tenant} do not match their checksums; they are dropped"
         )
@@ -172,18 +170,12 @@ class Disk(LowerTier):
 
     # -- operators, and the loop's turn
 
-    def clear(self, tenant: str | None) -> int:
+    def clear(self, tenant: str) -> int:
         return self.index.clear(tenant)
-
-    def tenants(self) -> list[str]:
-        return [tenant.name for tenant in self.index.store.tenants]
 
     @property
     def is_clearing(self) -> bool:
         return self.index.has_unlogged_clears  # a disk that is set aside cannot note them any more
-
-    def follow_quotas(self, leader: Store) -> None:
-        follow(self.index.store, leader)
 
     @property
     def has_to_tidy(self) -> bool:

@@ -20,7 +20,6 @@ from kvkeep.server.counters import Latency
 from kvkeep.server.promotions import PromotionQueue
 from kvkeep.server.verification import Verification
 from kvkeep.store.layouts import Layout
-from kvkeep.store.store import Store
 from kvkeep.tiers.mover import Job, Mover, Result
 
 _BLOCKS_A_JOB = 128
@@ -348,30 +347,25 @@ class LowerTier(ABC):
     # -- operators, and the loop's turn
 
     @abstractmethod
-    def clear(self, tenant: str | None) -> int:
-        """Takes all blocks of a tenant, or of all, out of use. Returns how many are known."""
+    def clear(self, tenant: str) -> int:
+        """Takes all blocks of a tenant out of use. Returns how many are known."""
 
     def unreached(self) -> list[str]:
         """Hosts that have not confirmed this server's last clear."""
         return []
 
-    def tenants(self) -> list[str]:
-        """The tenants that it knows by name."""
-        return []
-
     def take_heard(self) -> list[str]:
         """Digests of tenants that other hosts have cleared (`shared.tenant_digest`), or ALL. Each
-        is returned once."""
+        is returned once, and `heard_is_cleared` when it is carried out."""
         return []
+
+    def heard_is_cleared(self) -> None:  # noqa: B027 - nothing to do without `take_heard`
+        """What was heard last is carried out here."""
 
     @property
     @abstractmethod
     def is_clearing(self) -> bool:
         """Whether something could bring back what was cleared."""
-
-    @abstractmethod
-    def follow_quotas(self, leader: Store) -> None:
-        """Puts the quotas and limits of another store in force."""
 
     @property
     @abstractmethod

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.server.clearing import Clearing
 from kvkeep.server.disk import Disk
 from kvkeep.server.lower_tier import (
     AskJob,
@@ -32,11 +33,11 @@ from kvkeep.server.lower_tier import (
     WriteJob,
 )
 from kvkeep.server.prefetches import Prefetches, UnusedBlocks
-from kvkeep.server.shared import Shared, tenant_digest
+from kvkeep.server.shared import Shared
 from kvkeep.server.verification import Verification, VerificationShown, failed_verification
 from kvkeep.server.write_behind import Reference, WriteBehind
 from kvkeep.store.layouts import Layout
-from kvkeep.store.operators import clear_all
+from kvkeep.store.operators import follow
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.store.tree import key_at, known_blocks, way_up
@@ -52,7 +53,6 @@ _FAULTS_IN_A_ROW = 8  # after which a tier is set aside
 _LOG_INTERVAL_MS = 1000  # between records without blocks
 INSISTS_MS = 5000  # a request that is willing to wait so long
 MOST_SILENCE_S = 1.0  # between two turns
-_HELD_S = 10.0  # by a clear of all tenants, unless it holds again; longer than one of its pieces
 
 
 class Movement:
@@ -70,7 +70,7 @@ class Movement:
         wall_ms: Callable[[], int],
         unusable: Sequence[TierShown] = (),
     ) -> None:
-        self.disks = disks
+        self.disks, self._shared = disks, shared
         self._unusable = unusable
         self._unverified: list[
             VerificationShown
@@ -87,8 +87,8 @@ class Movement:
         store.open_session(MOVING)
         self.prefetches = Prefetches(store, [disk.index for disk in disks], self)
         self._unused = UnusedBlocks(store)
-        self._held_until_s = 0.0
-        self.follow_quotas()
+        self._clearings: deque[Clearing] = deque()
+        self.follow_quotas(tenant.name for tenant in store.tenants if tenant.is_named)
 
     # -- what requests cause -----------------------------------------------------------------------
 
@@ -226,52 +226,62 @@ class Movement:
                 if promotion.is_prefetch and (owner is None or not promotion.owners):
                     promotion.end()
 
-    def clear(self, tenant: str | None) -> int:
-        """Takes all blocks of a tenant, or of all, on all tiers out of use. Returns how many."""
-        self._end_promotions(tenant)
-        self.prefetches.forget(tenant)
+    def clear(self, tenant: str) -> int:
+        """Takes all blocks of a tenant on all tiers out of use. Returns how many."""
+        self._end_promotions(lambda name: name == tenant)
         cleared = sum(tier.clear(tenant) for tier in self.tiers)
-        for tier in self._tiers():
-            self._send_records(tier)
+        self._send_all_records()
         return cleared
 
-    def hold(self) -> None:
-        """Begins to move nothing for a while. Memory is cleared of all tenants in several turns;
-        meanwhile a tier could bring back a block of a tenant that is cleared already, or keep one of
-        a tenant that is not."""
-        self._held_until_s = time.monotonic() + _HELD_S
+    def clear_all(self) -> Clearing:
+        """Begins to take all blocks in memory and on all tiers out of use. `turn` goes on, or the
+        caller."""
+        for tier in self._shared:
+            tier.clear(None)
+        clearing = self._begin_to_clear([ALL])
+        self._send_all_records()
+        return clearing
 
-    def go_on(self) -> None:
-        """Ends `hold`."""
-        self._held_until_s = 0.0
+    def _begin_to_clear(self, digests: Collection[str]) -> Clearing:
+        clearing = Clearing(self._store, [disk.index for disk in self.disks], digests)
+        self._clearings.append(clearing)
+        self._end_promotions(clearing.includes)
+        return clearing
 
     @property
     def is_held(self) -> bool:
-        return time.monotonic() < self._held_until_s
+        """Whether nothing moves, because many tenants are being cleared (`Clearing`)."""
+        return bool(self._clearings)
 
-    def _end_promotions(self, tenant: str | None) -> None:
+    def _end_promotions(self, is_cleared: Callable[[str], bool]) -> None:
+        self.prefetches.forget(is_cleared)
         for tier in self.tiers:
             for promotion in tier.promotions:
-                if tenant in (None, promotion.tenant):
+                if is_cleared(promotion.tenant):
                     promotion.end()
 
-    def _clear_here(self, digest: str) -> None:
-        """Clears in memory and on the disks what another host has cleared for all."""
-        names = {tenant.name for tenant in self._store.tenants}
-        names |= {name for tier in self.tiers for name in tier.tenants()}
-        names = {name for name in names if digest in (ALL, tenant_digest(name))}
-        for name in names:
-            self._end_promotions(name)
-            self.prefetches.forget(name)
-            for disk in self.disks:
-                disk.clear(name)
-        cleared = clear_all(self._store, names)
-        log.info("another host has cleared a tenant: %d blocks are out of use here", cleared)
+    def _send_all_records(self) -> None:
+        for tier in self._tiers():
+            self._send_records(tier)
+
+    def _clear_many(self) -> None:
+        """Goes on with what is being cleared, or begins with what other hosts have cleared."""
+        if self._clearings and not self._clearings[0].turn():
+            done = self._clearings.popleft()
+            log.info("many tenants are cleared: %d blocks of memory are out of use", done.in_memory)
+            for tier in self.tiers:
+                tier.heard_is_cleared()
+        if not self._clearings:
+            heard = {digest for tier in self.tiers for digest in tier.take_heard()}
+            if heard:
+                log.info("another host has cleared tenants: they are cleared here, too")
+                self._begin_to_clear(heard)
 
     @property
     def is_clearing(self) -> bool:
-        """Whether a restart, or another host, could bring back what was cleared."""
-        return any(tier.is_clearing for tier in self.tiers)
+        """Whether a lookup could find what was cleared, or a restart or another host bring it
+        back."""
+        return self.is_held or any(tier.is_clearing for tier in self.tiers)
 
     @property
     def not_clearable(self) -> list[str]:
@@ -285,10 +295,12 @@ class Movement:
         """Other hosts that have not carried out the last clear, as far as known."""
         return [host for tier in self.tiers for host in tier.unreached()]
 
-    def follow_quotas(self) -> None:
-        """Puts the quotas and limits of tenants in memory in force on each tier, too."""
-        for tier in self.tiers:
-            tier.follow_quotas(self._store)
+    def follow_quotas(self, tenants: Iterable[str] = ()) -> None:
+        """Puts the quotas and limits of these tenants in memory, and the defaults, in force on each
+        tier, too."""
+        names = list(tenants)
+        for disk in self.disks:
+            follow(disk.index.store, self._store, names)
 
     def shown(self) -> list[TierShown]:
         """All tiers as operators see them."""
@@ -308,8 +320,9 @@ class Movement:
     def has_to_do(self) -> bool:
         """Whether another turn would find work at once."""
         return (
-            (self.prefetches.has_to_do and not self.is_held)
-            or (any(writer.has_to_do for writer in self.writers) and not self.is_held)
+            self.is_held
+            or self.prefetches.has_to_do
+            or any(writer.has_to_do for writer in self.writers)
             or any(disk.may_check for disk in self.disks)
             or any(tier.results for tier in self.tiers)
             or any(
@@ -326,6 +339,7 @@ class Movement:
                 self._tend(tier, now_ms)
             for disk in self.disks:
                 self._verify(disk, now_ms)
+            self._clear_many()
             if not self.is_held:
                 self.prefetches.turn(now_ms)
                 for writer in self.writers:
@@ -564,8 +578,6 @@ class Movement:
             return
         tier.wrote(job.planned, result)
         tier.note_write(job.blocks, job.nbytes, result.seconds)
-        for digest in tier.take_heard():
-            self._clear_here(digest)
 
     def _end_read(self, tier: LowerTier, job: ReadJob, result: Result, now_ms: int) -> None:
         promotion = job.promotion

@@ -12,7 +12,7 @@ is in use."""
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from kvkeep.errors import RequestError
 from kvkeep.store.layouts import Layout
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import NO_ROW, READY
-from kvkeep.store.tree import split_keys, way_up
+from kvkeep.store.tree import way_up
 from kvkeep.tiers.disk_index import DiskIndex
 
 _ROWS_A_TURN = 1 << 15
@@ -110,7 +110,8 @@ class _Prefetch:
     found: list[list[NDArray[np.int64]]]  # of each disk: its rank, the lowest first, and row
     # rows of each disk that may be the ends of chains; the next disk first
     candidates: deque[tuple[DiskIndex, deque[int]]] = field(default_factory=deque)
-    covered: set[bytes] = field(default_factory=set)
+    # by row of each disk, whether it was brought with the end of its chain
+    covered: dict[DiskIndex, NDArray[np.bool_]] = field(default_factory=dict)
     layouts: set[Layout] = field(default_factory=set)  # that it has opened in memory
 
     @property
@@ -195,10 +196,10 @@ class Prefetches:
         self._promoting.end_prefetches(None)
         return len(running)
 
-    def forget(self, tenant: str | None) -> None:
-        """The tenant is cleared: what was found of it is no more."""
+    def forget(self, is_cleared: Callable[[str], bool]) -> None:
+        """Some tenants are cleared: what was found of them is no more."""
         for prefetch in self._all.values():
-            if prefetch.is_running and tenant in (None, prefetch.shown.tenant):
+            if prefetch.is_running and is_cleared(prefetch.shown.tenant):
                 self._end(prefetch, CANCELLED)
 
     def arrived(self, owners: set[int], blocks: int, nbytes: int) -> None:
@@ -294,17 +295,23 @@ class Prefetches:
             if rows:
                 prefetch.candidates.append((index, rows))
             owner, table = index.store.tenants.get(shown.tenant), index.store.blocks.table
+            if index not in prefetch.covered:
+                prefetch.covered[index] = np.zeros(len(table.many.state), np.bool_)
+            covered = prefetch.covered[index]
             key = table.keys[row]
-            if key in prefetch.covered or (known and known.index.get(key) != NO_ROW):
+            if covered[row] or (known and known.index.get(key) != NO_ROW):
                 continue
             # the row may be another block's by now
             if not owner or owner.index.get(key) != row or table.state[row] != READY:
                 continue
-            keys = table.keys.words[way_up(table, row, len(table))].tobytes()
+            chain = way_up(table, row, self._store.limits.blocks_per_request)
+            if table.parent[int(chain[0])] != NO_ROW:
+                continue  # no lookup could ask for it
+            covered[chain[chain < len(covered)]] = True
+            keys = table.keys.words[chain].tobytes()
             layout = self._layout(prefetch, index, index.store.layouts[table.layout[row]])
             if layout is None:
                 continue
-            prefetch.covered.update(split_keys(keys))
             started = self._promoting.start_prefetch(
                 prefetch.owner, shown.tenant, layout, keys, self._left_bytes(prefetch), now_ms
             )

@@ -44,6 +44,7 @@ from kvkeep.wire.pool_files import Watch
 log = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
+_KEYS_EXPLAINED = 8192  # of the reports of one message: three milliseconds
 LINES_A_MINUTE = 30  # that one client can cause; further ones are logged at level debug
 _LOGGED_CHARS = 120  # of a text that a client chose
 _MESSAGE_CHARS = 1_000  # of a refusal, which may quote the request
@@ -506,19 +507,19 @@ class Service:
     def _release(
         self, session: ServerSession, number: int, request: m.Release, now_ms: int
     ) -> m.Reply:
-        released, tokens = 0, request.loaded_tokens
-        for at, lease in enumerate(request.leases):
+        loaded: dict[str, int] = {}
+        tokens = dict(zip(request.leases, request.loaded_tokens, strict=False))
+        for lease, count in tokens.items():
+            if count and (tenant := self.store.tenant_of_lease(session.number, lease)):
+                loaded[tenant] = loaded.get(tenant, 0) + plausible(count)
+        for lease in request.leases:
             session.network_leases.pop(lease, None)
-            has_loaded = at < len(tokens) and tokens[at]
-            tenant = self.store.tenant_of_lease(session.number, lease) if has_loaded else ""
-            if self.store.release(session.number, lease, now_ms):
-                released += 1
-                if tenant:
-                    loaded = plausible(tokens[at])
-                    for figures in self._figures(session):
-                        figures.loaded_tokens += loaded
-                    self.counters.tenants.count_loaded(tenant, loaded)
-        return m.Done(released)
+        released = self.store.release_all(session.number, request.leases, now_ms)
+        for tenant, count in loaded.items():
+            for figures in self._figures(session):
+                figures.loaded_tokens += count
+            self.counters.tenants.count_loaded(tenant, count)
+        return m.Done(len(released))
 
     def _figures(self, session: ServerSession) -> tuple[Figures, ...]:
         """Where to count what an engine loaded and computed, but for its tenants."""
@@ -528,12 +529,15 @@ class Service:
         self, session: ServerSession, number: int, request: m.ReportRequests, now_ms: int
     ) -> m.Reply:
         places, missed = self._figures(session), {each[0]: each for each in session.missed}
+        left = _KEYS_EXPLAINED
         for report in request.requests:
             for figures in places:
                 figures.count_report(report)
             self.counters.tenants.count_report(report)
-            keys = self._addresses(session.layout, report.keys) if report.keys else b""
-            self.store.check_keys(keys)
+            self.store.check_keys(report.keys)
+            keys = report.keys[: left // max(1, len(report.lookups)) * KEY_BYTES]
+            left -= len(keys) // KEY_BYTES * len(report.lookups)
+            keys = self._addresses(session.layout, keys) if keys else b""
             shown = self.explanations.add(session, report, missed, keys, time.time())
             if log.isEnabledFor(logging.DEBUG):
                 text = "request %s of tenant %s in session %d (%s, pid %d): %s"

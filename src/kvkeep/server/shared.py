@@ -38,7 +38,6 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.lower_tier import Hit, LowerTier, Planned, Promotion, ReadJob
 from kvkeep.store.layouts import Layout
 from kvkeep.store.plans import NORMAL_PRIORITY
-from kvkeep.store.store import Store
 from kvkeep.store.tree import key_at
 from kvkeep.tiers.clear_log import ALL, Entry
 from kvkeep.tiers.mover import MOST_CLEARS, Fetch, Find, Job, Mover, Result, Share, SyncClears
@@ -117,6 +116,7 @@ class Shared(LowerTier):
         self._is_trying = False  # a new process has been asked something
         self._clears: list[Entry] = []  # ours, not seen in the log yet
         self._heard: list[str] = []  # tenants that others cleared, to be cleared here
+        self._is_clearing_heard = False  # those that were taken
         self._generations: dict[str, int] = {}  # by digest of a tenant, or ALL
         self._read_to = 0  # the number of the last entry that was read
         self._read_s = -_CLEARS_HOLD_S  # as of when all entries are known
@@ -309,6 +309,7 @@ class Shared(LowerTier):
     # -- operators, and the loop's turn
 
     def clear(self, tenant: str | None) -> int:
+        """None: all tenants."""
         digest = tenant_digest(tenant) if tenant is not None else ALL
         self._clears.append(Entry(digest, secrets.token_hex(16)))
         return 0  # how many there are is not known
@@ -322,7 +323,11 @@ class Shared(LowerTier):
 
     def take_heard(self) -> list[str]:
         heard, self._heard = self._heard, []
+        self._is_clearing_heard = bool(heard)
         return heard
+
+    def heard_is_cleared(self) -> None:
+        self._is_clearing_heard = False
 
     def _take_clears(self, syncing: _Syncing, clears: list[Entry]) -> None:
         self._is_syncing = False
@@ -338,9 +343,6 @@ class Shared(LowerTier):
         if len(clears) < MOST_CLEARS:
             self._read_s = syncing.began_s
 
-    def follow_quotas(self, leader: Store) -> None:
-        pass  # quotas hold in memory and on disks; the tier has limits of its own
-
     @property
     def has_to_tidy(self) -> bool:
         return False
@@ -351,7 +353,8 @@ class Shared(LowerTier):
     def take_records(self, number: int) -> tuple[Job, object] | None:
         if self._is_syncing:
             return None
-        if self._read_to > self._carried_out:  # `take_heard` is called after each reading
+        is_cleared = not (self._heard or self._is_clearing_heard)
+        if self._read_to > self._carried_out and is_cleared:
             self._carried_out = self._read_to
             _save(self._kept, _Kept(self._host, {self.name: self._carried_out}))
         self._is_syncing = True
@@ -423,8 +426,7 @@ class RecentKeys:
     def add(self, place: str, keys: bytes) -> None:
         if time.monotonic() > self._turned_s + _REMEMBERED_S:
             self._turned_s = time.monotonic()
-            self._tables.reverse()
-            self._tables[0][:] = 0
+            self._tables = [np.zeros_like(self._tables[0]), self._tables[0]]
         words = words_of(place, keys)
         self._tables[0][(words & self._mask).view(np.int64)] = words
 
@@ -437,8 +439,7 @@ class RecentKeys:
 
     def forget(self) -> None:
         """Knows nothing any more."""
-        for table in self._tables:
-            table[:] = 0
+        self._tables = [np.zeros_like(table) for table in self._tables]
 
 
 class _Kept(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.fair_queue import FairQueue
@@ -21,7 +21,8 @@ from kvkeep.store.table import NO_ROW, READY
 from kvkeep.store.tree import key_at, way_up
 from kvkeep.tiers.admission import Admission
 
-_KEYS_A_TURN = 256  # that admission looks at: a quarter of a millisecond, or one reference
+_KEYS_A_TURN = 512  # that admission looks at: half a millisecond
+_SEGMENT_BLOCKS = 4096  # of a chain, that are looked at in one turn
 _CHAINS_A_TURN = 4  # of which the first that has blocks to write ends the turn
 _MOST_REFERENCES = 1024
 _MOST_TO_WRITE = 4096  # chains
@@ -43,12 +44,31 @@ class Reference:
 
 
 @dataclass
-class _Begun:
-    """How many leading blocks of a chain are written or being written, unless the tier had more than
-    so many `setbacks` since. A tier may not remember that while other chains have their turns."""
+class _Judged:
+    """A reference that admission is being told of, its end first."""
 
+    reference: Reference
+    left: int  # blocks
+    is_known: bool = False
+
+
+@dataclass
+class _Begun:
+    """How far a chain is written. A chain may have a million blocks, so it is cut into segments:
+
+    root |    up to 8192    |    4096    |    4096    | end of the chain
+                      ends[0]      ends[1]      ends[2]
+    """
+
+    ends: list[bytes]  # the last key of each segment
+    is_cut: bool = False  # as far as the root
+    at: int = 0  # the segment that is being written
+    # How many leading blocks of it are written or being written, unless the tier had more than so
+    # many `setbacks` since. A tier may not remember that while other chains have their turns.
     blocks: int = 0
     setbacks: int = -1
+    tiers: list[LowerTier] = field(default_factory=list)  # that have all segments before it
+    having: list[LowerTier] = field(default_factory=list)  # of these, that have this one, too
 
 
 class WriteBehind:
@@ -70,6 +90,7 @@ class WriteBehind:
         self._slot_bytes = 0  # of the first layout that is written
         self._admission = Admission(data_bytes // _GUESSED_SLOT_BYTES) if data_bytes else None
         self._references = FairQueue[int, Reference](_MOST_REFERENCES)
+        self._judged: _Judged | None = None
         self._numbers = itertools.count()
         # chains, by their last key, and how far they are written
         self._to_write = FairQueue[bytes, _Begun](_MOST_TO_WRITE)
@@ -85,7 +106,11 @@ class WriteBehind:
     def has_to_do(self) -> bool:
         """Whether another turn would find work at once."""
         can_write = any(tier.can_write for tier in self._tiers())
-        return bool(self._references) or (bool(self._to_write) and can_write and not self._is_stuck)
+        return self._has_to_judge or (bool(self._to_write) and can_write and not self._is_stuck)
+
+    @property
+    def _has_to_judge(self) -> bool:
+        return self._judged is not None or bool(self._references)
 
     def refer(self, reference: Reference) -> None:
         """Notes that blocks were used. They are looked at in a later turn."""
@@ -94,7 +119,7 @@ class WriteBehind:
     def turn(self, now_ms: int) -> None:
         """A piece of work, half a millisecond or so. Judges and writes in turns, so that constant
         requests stop neither."""
-        self._has_judged = bool(self._references) and not self._has_judged
+        self._has_judged = self._has_to_judge and not self._has_judged
         if self._has_judged:
             self._judge_references()
         else:
@@ -106,24 +131,41 @@ class WriteBehind:
     def _judge_references(self) -> None:
         """Tells admission of what was used, and queues it: admission decides when it is written."""
         left = _KEYS_A_TURN
-        while self._references and left > 0:
-            tenant, number, used = self._references.next()
-            self._references.remove(tenant, number)
-            self._references.served(tenant)
-            left -= len(used.keys) // KEY_BYTES
+        while left > 0 and (judged := self._judged or self._next_to_judge()):
+            used, stop = judged.reference, judged.left
+            start = max(0, stop - left)
+            left -= max(1, stop - start)
             if self._admission is not None:
-                self._admit(self._admission, used)
+                self._admit(self._admission, judged, start)
+            judged.left = start
+            if start:
+                return
+            self._judged = None
             if not used.ready:
                 continue
-            if not self._to_write.add(tenant, key_at(used.keys, used.ready - 1), _Begun()):
+            end = key_at(used.keys, used.ready - 1)
+            if not self._to_write.add(used.tenant, end, _Begun([end])):
                 self.evicted_unwritten += 1
                 left -= self._to_write.tenants // _TENANTS_A_KEY
 
-    def _admit(self, admission: Admission, used: Reference) -> None:
+    def _next_to_judge(self) -> _Judged | None:
+        if not self._references:
+            return None
+        tenant, number, used = self._references.next()
+        self._references.remove(tenant, number)
+        self._references.served(tenant)
+        self._judged = _Judged(used, len(used.keys) // KEY_BYTES)
+        return self._judged
+
+    @staticmethod
+    def _admit(admission: Admission, judged: _Judged, start: int) -> None:
+        used = judged.reference
+        keys = used.keys[start * KEY_BYTES : judged.left * KEY_BYTES]
         if used.is_store:
-            admission.stored(used.keys)
+            judged.is_known = admission.stored(keys, judged.is_known)
         else:
-            admission.looked_up(used.keys, used.ready + used.coming)
+            found = max(0, used.ready + used.coming - start)
+            judged.is_known = admission.looked_up(keys, found, judged.is_known)
 
     def _write_behind(self, now_ms: int) -> None:
         """Gives a mover the next blocks of one chain, or finds that a few chains have none."""
@@ -131,18 +173,21 @@ class WriteBehind:
         if all(tier.set_aside and not tier.is_shared for tier in self.tiers):
             self._to_write.clear()  # a shared tier may answer again, a disk does not
         self._is_stuck = False
-        table = self._store.blocks.table
         for _ in range(min(_CHAINS_A_TURN, len(self._to_write)) if tiers else 0):
             tenant, key, begun = self._to_write.next()
-            owner = self._store.tenants.get(tenant)
-            row = owner.index.get(key) if owner else NO_ROW
-            while row != NO_ROW and table.state[row] != READY:
-                row = table.parent[row]
+            row = self._row_of(tenant, begun)
             if row == NO_ROW:
                 self.evicted_unwritten += 1
                 self._to_write.remove(tenant, key)
                 continue
+            if not begun.is_cut:
+                self._cut(begun, row)
+            if not begun.is_cut:
+                break
+            at = begun.at
             written, more = self._write(tiers, tenant, row, begun, now_ms)
+            if begun.at != at:
+                break  # another segment, in the next turn
             self._to_write.served(tenant)
             if not more:
                 self._to_write.remove(tenant, key)
@@ -152,32 +197,64 @@ class WriteBehind:
             if written or self._is_stuck:
                 break
 
+    def _row_of(self, tenant: str, begun: _Begun) -> int:
+        """The last row of the segment, or, if it is the only one, the next row above that is READY:
+        a block may be stored again. NO_ROW if the chain has left memory."""
+        owner, table = self._store.tenants.get(tenant), self._store.blocks.table
+        row = owner.index.get(begun.ends[begun.at]) if owner else NO_ROW
+        if row == NO_ROW or table.state[row] == READY:
+            return row
+        rows = way_up(table, row, _SEGMENT_BLOCKS)
+        ready = rows[table.many.state[rows] == READY]
+        return int(ready[-1]) if len(ready) and len(begun.ends) == 1 else NO_ROW
+
+    def _cut(self, begun: _Begun, row: int) -> None:
+        """Cuts one segment off below the others: the one that ends in `row`."""
+        table = self._store.blocks.table
+        rows = way_up(table, row, 2 * _SEGMENT_BLOCKS)
+        begun.ends[0] = table.keys[row]
+        begun.is_cut = table.parent[int(rows[0])] == NO_ROW
+        if not begun.is_cut:
+            begun.ends.insert(0, table.keys[int(rows[-_SEGMENT_BLOCKS - 1])])
+
     def _write(
         self, tiers: list[LowerTier], tenant: str, row: int, begun: _Begun, now_ms: int
     ) -> tuple[int, bool]:
-        """Begins to write the next blocks of a chain that its tier lacks. Returns how many, and
-        whether more are left."""
+        """Begins to write the next blocks of a segment that its tier lacks, or goes on to another
+        one. Returns how many, and whether more are left."""
         table = self._store.blocks.table
         layout = self._store.layouts[table.layout[row]]
-        rows = way_up(table, row, len(table))
+        rows = way_up(table, row, _SEGMENT_BLOCKS if begun.at else 2 * _SEGMENT_BLOCKS)
         keys = table.keys.words[rows].tobytes()
-        tier, known = self._tier_for(tenant, row, keys)
-        if tier is None or tier not in tiers:
-            return 0, tier is not None
+        tier, known = self._tier_for(tenant, layout, keys, begun)
+        if tier is None:
+            return 0, False
+        if begun.at and begun.setbacks != tier.setbacks:
+            begun.at, begun.setbacks = 0, -1  # what it had before may be gone
+            return 0, True
         if tier.is_shared and begun.setbacks == tier.setbacks:
             known = max(known, begun.blocks)
+        begun.blocks, begun.setbacks = known, tier.setbacks
+        has_next = begun.at + 1 < len(begun.ends)
+        if known >= len(rows) and has_next:
+            begun.at, begun.blocks = begun.at + 1, 0
+            begun.tiers = begun.having or [tier]
+            return 0, True
+        if tier not in tiers:
+            return 0, True
         stop = min(len(rows), known + tier.blocks_a_job(layout))
         some_keys = keys[known * KEY_BYTES : stop * KEY_BYTES]
         wanted = self._wanted(tier, layout, some_keys)
         some = rows[known : known + wanted]
         if not len(some):
             return 0, False
+        parent = begun.ends[begun.at - 1] if begun.at else b""
         expires_ms = table.many.expires_ms[some]
         ttl_ms = int(expires_ms[expires_ms > 0].min(initial=1 << 62)) - now_ms
         planned = tier.plan(
             tenant,
             layout,
-            key_at(keys, known - 1) if known else b"",
+            key_at(keys, known - 1) if known else parent,
             some_keys[: wanted * KEY_BYTES],
             layout.checks[table.many.check[some]],
             int(table.priority[some[-1]]),
@@ -192,8 +269,9 @@ class WriteBehind:
             return 0, True
         self._store.lease_chain(MOVING, number, int(some[-1]))
         tier.jobs[number] = WriteJob(planned, len(some), len(some) * layout.slot_bytes)
-        begun.setbacks, begun.blocks = tier.setbacks, known + len(some)
-        return len(some), known + len(some) < len(rows) and wanted == stop - known
+        begun.blocks, begun.setbacks = known + len(some), tier.setbacks
+        more = begun.blocks < len(rows) or has_next
+        return len(some), more and wanted == stop - known
 
     def _wanted(self, tier: LowerTier, layout: Layout, keys: bytes) -> int:
         """How many leading blocks are worth writing."""
@@ -204,16 +282,21 @@ class WriteBehind:
             self._admission.fit(self._data_bytes // layout.slot_bytes)
         return self._admission.wanted(keys, tier.free_blocks(layout))
 
-    def _tier_for(self, tenant: str, row: int, keys: bytes) -> tuple[LowerTier | None, int]:
-        """The tier that a chain goes to, and how many leading blocks it has: the tier that has most
-        of it. Chains that share only a short prefix are spread, and the prefix is on several."""
-        tiers = list(self._tiers())
+    def _tier_for(
+        self, tenant: str, layout: Layout, keys: bytes, begun: _Begun
+    ) -> tuple[LowerTier | None, int]:
+        """The tier that a chain goes to, and how many leading blocks of its segment it has: the tier
+        that has most of the chain. Chains that share only a short prefix are spread, and the prefix
+        is on several."""
+        tiers = [tier for tier in self._tiers() if not begun.at or tier in begun.tiers]
         if not tiers:
             return None, 0
-        layout = self._store.layouts[self._store.blocks.table.layout[row]]
         known = [tier.known(tenant, layout, keys) for tier in tiers]
         best = max(range(len(tiers)), key=known.__getitem__)
-        if known[best] < _SHARED_BLOCKS:
+        begun.having = [
+            tiers[at] for at, blocks in enumerate(known) if blocks * KEY_BYTES == len(keys)
+        ]
+        if known[best] < _SHARED_BLOCKS and not begun.at:
             last = min(_SHARED_BLOCKS, len(keys) // KEY_BYTES) - 1
             best = int.from_bytes(key_at(keys, last)[:8], "little") % len(tiers)
         return tiers[best], known[best]

@@ -166,9 +166,12 @@ class Blocks:
         """Counts one more lease or write on each block. All are of one tenant and layout."""
         self._charge_held(int(rows[0]), hold(self.table, rows))
 
-    def let_go(self, rows: NDArray[np.int64]) -> None:
-        """Counts one lease or write less. Before `unpin`, which may free the blocks."""
-        self._charge_held(int(rows[0]), -let_go(self.table, rows))
+    def let_go(self, rows: NDArray[np.int64]) -> int:
+        """Counts one lease or write less. Before `unpin`, which may free the blocks. Returns how many
+        blocks are not held any more."""
+        blocks = let_go(self.table, rows)
+        self._charge_held(int(rows[0]), -blocks)
+        return blocks
 
     def _charge_held(self, row: int, blocks: int) -> None:
         layout = self.layouts[self.table.layout[row]]

@@ -88,19 +88,18 @@ def restore(
         pass
 
 
-def follow(store: Store, leader: Store) -> None:
-    """Gives every tenant the quota and limit that it has in another store, and the defaults. Quotas
-    that do not fit are scaled down. `Store.tidy` carries it out."""
-    tenants, leading = store.tenants, leader.tenants
-    tenants.set_default_quota(leading.default_quota_bytes)
-    tenants.set_default_limit(leading.default_limit_bytes)
-    named = {tenant.name: tenant for tenant in leading.named}
-    for name in [tenant.name for tenant in tenants.named if tenant.name not in named]:
-        _set_quota(store, name, None)
-        _set_limit(store, name, None)
-    for name, tenant in named.items():
-        _set_quota(store, name, tenant.own_quota_bytes)
-        _set_limit(store, name, tenant.own_limit_bytes)
+def follow(store: Store, leader: Store, tenants: Iterable[str]) -> None:
+    """Gives these tenants the quotas and limits that they have in another store, and puts its
+    defaults in force. Quotas that do not fit are scaled down. `Store.tidy` carries it out."""
+    ours, leading = store.tenants, leader.tenants
+    if ours.default_quota_bytes != leading.default_quota_bytes:
+        ours.set_default_quota(leading.default_quota_bytes)
+    if ours.default_limit_bytes != leading.default_limit_bytes:
+        ours.set_default_limit(leading.default_limit_bytes)
+    for name in tenants:
+        led = leading.get(name)
+        _set_quota(store, name, led.own_quota_bytes if led else None)
+        _set_limit(store, name, led.own_limit_bytes if led else None)
 
 
 def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
@@ -138,9 +137,7 @@ def check_default_limit(store: Store, limit_bytes: int | None) -> None:
     _check_limit_range(limit_bytes, "default_limit")
     if limit_bytes is None:
         return
-    promised = [t.own_quota_bytes or 0 for t in store.tenants.named if t.own_limit_bytes is None]
-    if max(promised, default=0) > limit_bytes:
-        count = sum(quota_bytes > limit_bytes for quota_bytes in promised)
+    if count := store.tenants.unlimited_above(limit_bytes):
         raise RequestError(
             "limit_below_quota",
             f"default_limit = {_size(limit_bytes)} is less than quota_bytes of {count} tenants without limit_bytes of "

@@ -45,6 +45,7 @@ from kvkeep.store.tree import key_at, longest_hit, not_held, rows_of_chain, spli
 
 BLOCKS_PER_STORE = 512  # most blocks of one prepare_store: three milliseconds in a full pool
 _ROWS_A_SCAN = 1 << 15
+_LET_GO_A_BLOCK = 64  # blocks that are not held any more, in the time that one is freed
 _CHAINS_LOOKED_AT = 4  # by a lookup that finds dropped blocks
 # the session that stands for all sessions of the previous server while any of their processes lives
 OLD_SESSIONS = 0
@@ -282,6 +283,19 @@ class Store:
         self._release(row, now_ms)
         return True
 
+    def release_all(self, session: int, leases: Sequence[int], now_ms: int) -> set[int]:
+        """Ends leases; of many, or long ones, `tidy` ends the rest. Returns the numbers of those
+        that existed."""
+        held = self._session(session).leases
+        ended = {lease: held.pop(lease) for lease in leases if lease in held}
+        numbers = set(ended)
+        left = self.blocks.a_turn
+        while ended and left > 0:
+            left -= 1 + self._release(ended.popitem()[1], now_ms) // _LET_GO_A_BLOCK
+        if ended:
+            self.closing.append(Session(leases=ended))
+        return numbers
+
     def tenant_of_lease(self, session: int, lease: int) -> str:
         """The tenant whose blocks are leased; "" if there is no such lease."""
         row = self._session(session).leases.get(lease, NO_ROW)
@@ -447,8 +461,7 @@ class Store:
         while self.closing and left > 0:
             state = self.closing[0]
             while state.leases and left > 0:
-                self._release(state.leases.popitem()[1], now_ms)
-                left -= 1
+                left -= 1 + self._release(state.leases.popitem()[1], now_ms) // _LET_GO_A_BLOCK
             while state.writes and left > 0:
                 write, work = next(reversed(state.writes.items()))
                 rows = work.rows[-left:]  # the last ones first: the others hang above them
@@ -460,9 +473,11 @@ class Store:
             if not state.leases and not state.writes:
                 self.closing.popleft()
 
-    def _release(self, row: int, now_ms: int) -> None:
-        self.blocks.let_go(np.array([row]))
+    def _release(self, row: int, now_ms: int) -> int:
+        """Ends a lease. Returns how many blocks are not held any more."""
+        blocks = self.blocks.let_go(np.array([row]))
         self.blocks.unpin(row, now_ms)
+        return blocks
 
     def _without_unswept(self, owner: Tenant, keys: bytes, blocks: int) -> int:
         """How many of the leading blocks are READY, where some that hang on dropped blocks are

@@ -55,7 +55,7 @@ class Tenant(Struct, eq=False, gc=False):
     held_bytes: int = 0  # of its blocks with leases or writes, and of their ancestors
     share_bytes: int = 0  # its own quota in force: what it may hold in any case
     cleared: int = 0  # its old indices that are not swept yet
-    defaults: int = 0  # which defaults its quota and limit were computed with
+    defaults: int = 0  # after which change for all tenants its quota and limit were computed
     # stores under way, and slabs being emptied for them: the tenant is not forgotten meanwhile, even
     # if its last block is evicted for the next
     storing: int = 0
@@ -129,7 +129,6 @@ class Tenants:
         self.borrowers: dict[Tenant, None] = {}
         # tenants with blocks and the default quota, in any order
         self.on_default: dict[Tenant, None] = {}
-        self.named: dict[Tenant, None] = {}  # tenants with a quota or limit of their own
         # Tenants that a new tenant may replace, the one that was held longest ago first: those with
         # blocks but without held ones, and without a quota or limit of their own.
         self.idle: dict[Tenant, None] = {}
@@ -137,7 +136,7 @@ class Tenants:
         self.leaving: dict[Tenant, None] = {}
         # tenants over a limit that was lowered
         self.to_shrink: dict[Tenant, None] = {}
-        self.to_update = 0  # tenants with lower numbers may still have old defaults
+        self.to_update = 0  # tenants with lower numbers may still have old quotas and limits
         # called when the blocks of a tenant belong in other eviction queues
         self.on_moved: Callable[[Tenant], None] = lambda tenant: None
         self.reserved_bytes = 0  # the sum of all shares
@@ -149,6 +148,8 @@ class Tenants:
         self._promised_bytes = 0
         self.in_force_bytes = 0  # the sum of all quotas in force
         self._usage = array("q")  # in bytes, by number; -1 where no tenant has the number
+        # own quotas of tenants without a limit of their own, by number; else 0
+        self._unlimited = array("q")
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())
@@ -160,6 +161,14 @@ class Tenants:
     def numbers(self) -> int:
         """All numbers of tenants are lower."""
         return self._next
+
+    def names(self) -> list[str]:
+        """The names of all tenants."""
+        return list(self._by_name)
+
+    def unlimited_above(self, nbytes: int) -> int:
+        """How many tenants have an own quota of more than that, and no limit of their own."""
+        return int((np.array(self._unlimited) > nbytes).sum())
 
     def largest(self, most: int) -> list[Tenant]:
         """Up to `most` tenants that use the most memory, the largest first."""
@@ -225,6 +234,7 @@ class Tenants:
         tenant = Tenant(name, number)
         while number >= len(self._usage):
             self._usage.append(-1)
+            self._unlimited.append(0)
         self._usage[number] = 0
         self._by_name[name] = self.by_number[number] = tenant
         self._put_in_force(tenant)
@@ -281,14 +291,13 @@ class Tenants:
         was_scaled = self.is_scaled
         self._promised_bytes += (quota_bytes or 0) - (tenant.own_quota_bytes or 0)
         tenant.own_quota_bytes = quota_bytes
-        self._put_in_force(tenant)
         if was_scaled or self.is_scaled:
-            for other in list(self.named):
-                self._put_in_force(other)
+            self._change_all()
+        self._put_in_force(tenant)
 
     def set_default_quota(self, quota_bytes: int | None) -> None:
         self.default_quota_bytes = quota_bytes
-        self._change_defaults()
+        self._change_all()
 
     def set_limit(self, tenant: Tenant, limit_bytes: int | None) -> None:
         """Sets the tenant's own limit; None: the default again."""
@@ -297,11 +306,11 @@ class Tenants:
 
     def set_default_limit(self, limit_bytes: int | None) -> None:
         self.default_limit_bytes = limit_bytes
-        self._change_defaults()
+        self._change_all()
 
     def update(self, most: int) -> int:
-        """Puts changed defaults in force for up to `most` tenants without a request since. Returns
-        how many numbers of tenants it has looked at; 0 when all are done."""
+        """Puts what has changed for all tenants in force for up to `most` of them without a request
+        since. Returns how many numbers of tenants it has looked at; 0 when all are done."""
         stop, self.to_update = self.to_update, max(0, self.to_update - most)
         for number in range(self.to_update, stop):
             tenant = self.by_number.get(number)
@@ -330,7 +339,6 @@ class Tenants:
             assert self._borrows(tenant) == (tenant in self.borrowers), (
                 f"{tenant.name}: borrowing is noted wrongly"
             )
-            assert tenant.is_named == (tenant in self.named)
             assert tenant.blocks or tenant.is_named or tenant.storing, (
                 f"{tenant.name}: should be forgotten"
             )
@@ -345,6 +353,8 @@ class Tenants:
             )
             own = tenant.quota_bytes if tenant.own_quota_bytes is not None else 0
             assert tenant.share_bytes == own, f"{tenant.name}: its share"
+            promised = tenant.own_quota_bytes if tenant.own_limit_bytes is None else 0
+            assert self._unlimited[tenant.number] == (promised or 0)
             by_default = (
                 tenant.blocks > 0
                 and tenant.own_quota_bytes is None
@@ -356,14 +366,13 @@ class Tenants:
         in_force = sum(
             tenant.quota_bytes or 0 for tenant in self if tenant.own_quota_bytes is not None
         )
-        assert in_force <= self.pool_bytes, "own quotas in force exceed the pool"
+        assert self.to_update or in_force <= self.pool_bytes, "own quotas in force exceed the pool"
         assert self.reserved_bytes == sum(tenant.share_bytes for tenant in self)
         assert self.in_force_bytes == sum(tenant.quota_bytes or 0 for tenant in self)
         usage = {number: nbytes for number, nbytes in enumerate(self._usage) if nbytes >= 0}
         assert usage == {tenant.number: tenant.usage_bytes for tenant in self}, "usage by number"
         assert self._excess_bytes == sum(tenant.excess_bytes for tenant in self)
         noted = (
-            *self.named,
             *self.borrowers,
             *self.on_default,
             *self.idle,
@@ -373,13 +382,11 @@ class Tenants:
         assert all(self._by_name.get(tenant.name) is tenant for tenant in noted)
         assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
-    def _change_defaults(self) -> None:
-        """Puts new defaults in force: at once for tenants with a quota or limit of their own, for
-        others with their next request or by `update`."""
+    def _change_all(self) -> None:
+        """The quotas and limits of all tenants may have changed: they are put in force with their
+        next request, or by `update`."""
         self._defaults += 1
         self.to_update = self._next
-        for tenant in list(self.named):
-            self._put_in_force(tenant)
 
     def _put_in_force(self, tenant: Tenant) -> None:
         owner, excess = tenant.owner, tenant.excess_bytes
@@ -404,10 +411,8 @@ class Tenants:
         self.reserved_bytes += share - tenant.share_bytes
         tenant.share_bytes = share
         self._excess_bytes += tenant.excess_bytes - excess
-        if tenant.is_named:
-            self.named[tenant] = None
-        else:
-            self.named.pop(tenant, None)
+        is_unlimited = tenant.own_limit_bytes is None
+        self._unlimited[tenant.number] = tenant.own_quota_bytes or 0 if is_unlimited else 0
         self._note_borrowing(tenant)
         self._note_idle(tenant)
         if tenant.is_over_limit:

@@ -60,25 +60,33 @@ class Admission:
         if not self._trial.fit(disk_blocks):
             self._trial = Trial(disk_blocks)
 
-    def looked_up(self, keys: bytes, found: int) -> None:
+    def looked_up(self, keys: bytes, found: int, known_below: bool = False) -> bool:
         """Notes that a request needs these blocks, of which the first `found` are in memory or on
-        their way there. Not for a lookup that repeats an earlier one of the same request."""
+        their way there. Not for a lookup that repeats an earlier one of the same request.
+
+        A long chain may come in parts, its end first: returns whether a block of it is known, which
+        the part above gets as `known_below`."""
         words = _words(keys)
         _, is_known = self._uses.get(words)
-        known = _leading(is_known)
+        known = len(words) if known_below else _leading(is_known)
         states = np.zeros(len(words), np.uint64)
         states[:known] = _USED_AGAIN
         states[found:] |= _AWAITED
         self._uses.put(words, states)
         self._trial.use(words, known, found)
+        return known > 0
 
-    def stored(self, keys: bytes) -> None:
-        """Notes that an engine has stored these blocks in memory: once, when they are READY."""
+    def stored(self, keys: bytes, known_below: bool = False) -> bool:
+        """Notes that an engine has stored these blocks in memory: once, when they are READY. In
+        parts as `looked_up`."""
         words = _words(keys)
         states, is_known = self._uses.get(words)
         is_use = states & _AWAITED == 0
         self._uses.put(words, states & _USED_AGAIN | is_use & is_known)
-        self._trial.use(words[is_use], _leading(is_known[is_use]), found=0)
+        used = words[is_use]
+        known = len(used) if known_below else _leading(is_known[is_use])
+        self._trial.use(used, known, found=0)
+        return known_below or known > 0
 
     def wanted(self, keys: bytes, free_blocks: int) -> int:
         """How many leading blocks are worth having on a disk with that many free blocks."""

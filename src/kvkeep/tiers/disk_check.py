@@ -107,8 +107,7 @@ class DiskCheck:
 
     def drop_bad(self) -> None:
         """Takes the bad blocks out of use. Also when the check ends early."""
-        for block in self._to_drop:
-            self._index.drop(block.tenant, block.key)
+        self._index.drop((block.tenant, block.key) for block in self._to_drop)
         self._to_drop.clear()
 
     def _next_window(self) -> bool:

@@ -7,6 +7,8 @@ outlive the host."""
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +32,7 @@ from kvkeep.tiers.disk_log import ALL_TENANTS, ROOT, ROW, Record, Recovered
 
 _SESSION = 1  # the one that does everything
 _USES_A_RECORD = 1 << 12
+_FREED_A_RECORD = 1 << 15
 _NEVER = 1 << 62
 
 
@@ -101,8 +104,10 @@ class DiskIndex:
         for layout in self.store.layouts:
             layout.physical = physical[layout.number]
         self.store.open_session(_SESSION)
-        self._freed: array[int] = array("q")  # a clear frees a million: no list to convert
-        self.store.slabs.given = self._freed
+        # Slots that came back and are not logged yet: a clear frees a million, so they are in pieces
+        # with the number of the plan before which they came back.
+        self._freed: deque[tuple[int, array[int]]] = deque()
+        self.store.slabs.given = array("q")
         self._used: dict[int, None] = {}  # slots
         self._clears: dict[str, int] = {}
         self._pending: dict[int, _Pending] = {}
@@ -169,7 +174,7 @@ class DiskIndex:
 
     def take_records(self) -> DiskAppend | None:
         """What has changed without a write: clears, freed slots, uses. None if nothing has."""
-        if not (self._clears or self._freed or self._used):
+        if not (self._clears or self._freed or self.store.slabs.given or self._used):
             return None
         self._number += 1
         return DiskAppend(self._number, self._encode(self._record("")))
@@ -253,19 +258,33 @@ class DiskIndex:
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def clear(self, tenant: str | None) -> int:
-        """Takes all blocks of a tenant, or of all tenants, out of use. Returns how many. They stay
-        unreadable after a restart as soon as the next record is durable.
+    def clear(self, tenant: str) -> int:
+        """Takes all blocks of a tenant out of use. Returns how many. They stay unreadable after a
+        restart as soon as the next record is durable.
 
         A tenant without blocks here is noted, too: the log may know blocks that were evicted."""
-        self._generation += 1
-        self._clears[tenant or ALL_TENANTS] = self._generation
-        names = [tenant] if tenant else [each.name for each in self.store.tenants]
-        return operators.clear_all(self.store, names)
+        self._note_clear(tenant)
+        return self.take_out([tenant])
 
-    def drop(self, tenant: str, key: bytes) -> int:
-        """Takes a block that proved bad out of use, with its descendants. Returns how many."""
-        return self.store.drop_blocks(tenant, [key])
+    def note_clear_of_all(self) -> None:
+        """No block that is here now is readable after a restart, as soon as the next record is
+        durable. The caller takes all tenants out of use with `take_out`, and plans no write before."""
+        self._note_clear(ALL_TENANTS)
+
+    def take_out(self, tenants: list[str]) -> int:
+        """Takes all blocks of these tenants out of use until a restart. Returns how many."""
+        return operators.clear_all(self.store, tenants)
+
+    def _note_clear(self, name: str) -> None:
+        self._generation += 1
+        self._clears[name] = self._generation
+
+    def drop(self, blocks: Iterable[tuple[str, bytes]]) -> int:
+        """Takes blocks that proved bad, by tenant and key, out of use with their descendants.
+        Returns how many have left the index so far."""
+        owners = [(self.store.tenants.get(tenant), key) for tenant, key in blocks]
+        rows = [owner.index.get(key) for owner, key in owners if owner is not None]
+        return self.store.blocks.drop([row for row in rows if row != NO_ROW])
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -301,20 +320,38 @@ class DiskIndex:
         oldest = self._oldest()
         self._pending[self._number] = _Pending(self._generation, None, self._clears)
         record = Record(self._number, self._generation, oldest, tenant)
-        # all of them: a slot that is freed after its next claim would take that with it
-        record.freed = np.array(self._freed).astype("<i8").tobytes()
+        if given := self.store.slabs.given:
+            self._freed.append((self._number, given))
+            self.store.slabs.given = array("q")
         record.used = np.array(list(self._used), "<i8").tobytes()
         self._clears = {}
-        del self._freed[:]
         self._used.clear()
         return record
 
     def _encode(self, record: Record) -> bytes:
         clears = self._pending[record.number].clears.items()
-        return record.encode() + b"".join(
-            Record(record.number, generation, record.oldest, name, cleared=True).encode()
+        further = [
+            Record(record.number, generation, record.oldest, name, cleared=True)
             for name, generation in clears
-        )
+        ]
+        further += [
+            Record(number, record.generation, record.oldest, freed=freed)
+            for number, freed in self._take_freed()
+        ]
+        return b"".join(each.encode() for each in (record, *further))
+
+    def _take_freed(self) -> Iterator[tuple[int, bytes]]:
+        """Some of the slots to be logged as free, the first ones first. Each goes with the number of
+        the plan before which it came back: it does not end a later claim, even if logged after it."""
+        left = _FREED_A_RECORD
+        while self._freed and left > 0:
+            number, slots = self._freed[0]
+            some = slots[-left:]
+            del slots[-left:]
+            left -= len(some)
+            yield number, np.array(some).astype("<i8").tobytes()
+            if not slots:
+                self._freed.popleft()
 
     def _images(self, rows: NDArray[np.int64], checks: NDArray[np.uint64]) -> NDArray[np.void]:
         table, many = self.store.blocks.table, self.store.blocks.table.many

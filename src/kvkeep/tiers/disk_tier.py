@@ -141,7 +141,7 @@ class DiskTier:
                     if checksum(block) == int(hit.checksums[0, 0]):
                         return _fill(part, block)
         with self._planning:
-            self.index.drop(*_split(part.name))
+            self.index.drop([_split(part.name)])
         return -1
 
 
