@@ -4,6 +4,7 @@ The disk has an index and no process: its jobs end at once and move nothing."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,7 @@ def _many_tenants(blocks: int, directory: Path) -> list[dict[str, Any]]:
     _quotas(world, tenants)
     for heard, name in ((tenant_digest("tenant 7"), "one tenant"), ("*", "all tenants")):
         turns = Turns()
-        clearing = turns.take(lambda d=heard: Clearing(world.store, [world.index], [d]))
+        clearing = turns.take(partial(Clearing, world.store, [world.index], [heard]))
         while turns.take(clearing.turn):
             pass
         world.note(f"clear of {name}, in memory and on a disk", tenants, turns)

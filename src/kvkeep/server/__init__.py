@@ -11,6 +11,7 @@ limits.py       how fast one client may go
 service.py      a request in, a reply out; no sockets, no threads
 network.py      the bytes of blocks for clients on other hosts
 movement.py     blocks between memory and the tiers below it
+clearing.py     many tenants cleared in memory and on disks, some a turn
 write_behind.py  which blocks in memory are written to a tier next
 fair_queue.py   what waits to be written: tenants have turns
 lower_tier.py   what movement asks of one tier below memory

@@ -81,7 +81,8 @@ class Promotion:
 
     @property
     def is_over(self) -> bool:
-        return self.next >= self.stop and not self.reading and not self.is_asked
+        is_read = self.next >= self.stop and not self.reading and not self.is_asked
+        return is_read and self.complete not in self.arrived
 
     def end(self) -> None:
         """Reads nothing more, whatever the tier answers."""

@@ -88,6 +88,7 @@ class Movement:
         self.prefetches = Prefetches(store, [disk.index for disk in disks], self)
         self._unused = UnusedBlocks(store)
         self._clearings: deque[Clearing] = deque()
+        self._to_complete: deque[tuple[LowerTier, Promotion]] = deque()
         self.follow_quotas(tenant.name for tenant in store.tenants if tenant.is_named)
 
     # -- what requests cause -----------------------------------------------------------------------
@@ -321,6 +322,7 @@ class Movement:
         """Whether another turn would find work at once."""
         return (
             self.is_held
+            or bool(self._to_complete)
             or self.prefetches.has_to_do
             or any(writer.has_to_do for writer in self.writers)
             or any(disk.may_check for disk in self.disks)
@@ -335,6 +337,8 @@ class Movement:
         """Takes results of the movers and gives them further jobs: a piece of each kind, a millisecond
         or two in all. Requests that have come are answered before the next turn."""
         try:
+            if self._to_complete:
+                self._complete(*self._to_complete.popleft(), now_ms)
             for tier in self.tiers:
                 self._tend(tier, now_ms)
             for disk in self.disks:
@@ -389,6 +393,8 @@ class Movement:
             if tier.close():
                 for result in (*tier.results, *tier.mover.results()):
                     self._end(tier, result, now_ms)
+        while self._to_complete:
+            self._complete(*self._to_complete.popleft(), now_ms)
 
     def _tiers(self) -> Iterator[LowerTier]:
         return (tier for tier in self.tiers if not tier.set_aside)
@@ -592,16 +598,24 @@ class Movement:
                 log.log(tier.drop_level, "%s %s: %s", tier.kind, tier.name, tier.drop(job, bad))
         else:
             tier.note_read(job.blocks * promotion.layout.slot_bytes, result.seconds)
-        while promotion.complete in promotion.arrived:
-            number, arrived, checksums = promotion.arrived.pop(promotion.complete)
-            self._store.complete_store(MOVING, number, checksums, now_ms)
-            promotion.complete += arrived.blocks
-            tier.counts.promoted_blocks += arrived.blocks
-            nbytes = arrived.blocks * promotion.layout.slot_bytes
-            tier.counts.promoted_bytes += nbytes
-            self.prefetches.arrived(promotion.owners, arrived.blocks, nbytes)
+        self._complete(tier, promotion, now_ms)
         if promotion.complete == NO_ROW:
             self._give_up(promotion, now_ms)
+
+    def _complete(self, tier: LowerTier, promotion: Promotion, now_ms: int) -> None:
+        """Makes the blocks of the promotion's next job READY, if they have arrived. What arrived
+        before it, the next turns do."""
+        if promotion.complete not in promotion.arrived:
+            return
+        number, arrived, checksums = promotion.arrived.pop(promotion.complete)
+        self._store.complete_store(MOVING, number, checksums, now_ms)
+        promotion.complete += arrived.blocks
+        tier.counts.promoted_blocks += arrived.blocks
+        nbytes = arrived.blocks * promotion.layout.slot_bytes
+        tier.counts.promoted_bytes += nbytes
+        self.prefetches.arrived(promotion.owners, arrived.blocks, nbytes)
+        if promotion.complete in promotion.arrived:
+            self._to_complete.append((tier, promotion))
 
     def _give_up(self, promotion: Promotion, now_ms: int) -> None:
         """Gives back the slots of blocks that hang below one that did not come."""
