@@ -111,10 +111,9 @@ def _quotas(world: Tiered, tenants: int) -> None:
     """When each tenant has a quota of its own."""
     store, turns = world.store, Turns()
     quota = store.pool_bytes // tenants
-    for number in range(tenants):
-        name = f"tenant {number}"
-        operators.set_quota(store, name, quota, NOW_MS)
-        world.movement.follow_quotas([name])
+    names = [f"tenant {number}" for number in range(tenants)]
+    operators.restore(store, dict.fromkeys(names, quota), {}, None, None, NOW_MS)
+    world.movement.follow_quotas(names)
     world.tidy(Turns())
     turns.take(lambda: operators.set_quota(store, "tenant 1", 1, NOW_MS))
     turns.take(lambda: world.movement.follow_quotas(["tenant 1"]))
