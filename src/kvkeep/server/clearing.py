@@ -16,7 +16,7 @@ from kvkeep.store.store import Store
 from kvkeep.tiers.clear_log import ALL
 from kvkeep.tiers.disk_index import DiskIndex
 
-TENANTS_A_TURN = 256  # two milliseconds
+TENANTS_A_TURN = 128  # two milliseconds, with the work that follows
 
 
 class Clearing:
