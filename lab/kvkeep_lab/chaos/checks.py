@@ -265,6 +265,9 @@ class Checks:
         store: Store = self._server.store
         if self._server.disk is not None:
             self._server.disk.clear(None)
+            movement = self._server.disk.movement
+            while movement is not None and movement.is_held:
+                self._server.disk.turn(self._server.process.now_ms())
             self._check_room(self._server.disk.index.store, "on the disk")
         clear(store)
         self._check_room(store, "in memory")
