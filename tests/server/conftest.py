@@ -82,6 +82,14 @@ class Running:
 
         self.in_loop(work)
 
+    def handle(self, frames: list[bytes]) -> list[Any] | None:
+        """Carries out a request in the loop, at the server's time."""
+        daemon = self.daemon
+        reply: list[Any] | None = self.in_loop(
+            lambda: daemon.service.handle(frames, daemon.now_ms())
+        )
+        return reply
+
     def in_loop(self, duty: Callable[[], Any]) -> Any:
         return self.daemon.run_in_loop(duty).result(60)
 

@@ -498,7 +498,7 @@ def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
 def test_without_the_token_a_status_counts_sessions_and_does_not_name_them(
     running: Any, authorization: str
 ) -> None:
-    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer = Peer(running.handle)
     peer.attach()
     parts = {"model": "m"}
     peer.ask(m.LayoutOpened, m.OpenLayout(b"f" * 16, [64], parts=parts, role="lighthouse"))

@@ -257,7 +257,7 @@ def test_an_operator_records_and_stops(running: Running) -> None:
     path = f"/v1/recording/{begun['recording']}"
     status, said = running.ask(f"{path}/lines", "POST")
     assert status == 200 and said["ended"] == "" and '"kvkeep_recording":1' in said["lines"][0]
-    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer = Peer(running.handle)
     peer.hello()
     assert running.ask(path, "DELETE")[0] == 204
     status, said = running.ask(f"{path}/lines", "POST")

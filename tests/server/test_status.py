@@ -41,7 +41,7 @@ def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
 def test_memory_adds_up_by_model(start: Start) -> None:
     """Also with blocks of which no engine says whose they are, and of two identities of a model."""
     running = start()
-    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer = Peer(running.handle)
     peer.attach()
     running.store("default", 3)
     for fingerprint, model, blocks in (("a", "one", 4), ("b", "one", 2), ("c", "two", 1)):
@@ -60,7 +60,7 @@ def test_memory_adds_up_by_model(start: Start) -> None:
 
 def test_models_without_number_are_counted_together(start: Start) -> None:
     running = start("--max-layouts", "64")
-    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    peer = Peer(running.handle)
     for number in range(40):
         if number % 16 == 0:  # as many as a session may open
             peer.attach()
