@@ -63,7 +63,7 @@ from kvkeep.wire.segments import Segments
 
 THREADS: Final = 4
 NICE: Final = 10
-_PIECE_BYTES: Final = MIB  # moved with one call
+_PIECE_BYTES: Final = 2 * MIB  # moved with one call; the threads share a job of 8 MiB
 _PIECE_BLOCKS: Final = 256
 _PR_SET_PDEATHSIG: Final = 1
 _orders: Final = msgspec.msgpack.Decoder(Order)
