@@ -89,6 +89,7 @@ class Movement:
         self._unused = UnusedBlocks(store)
         self._clearings: deque[Clearing] = deque()
         self._to_complete: deque[tuple[LowerTier, Promotion]] = deque()
+        self._has_tended = False  # in the last turn
         self.follow_quotas(tenant.name for tenant in store.tenants if tenant.is_named)
 
     # -- what requests cause -----------------------------------------------------------------------
@@ -174,7 +175,8 @@ class Movement:
                 other.release(unused)
         promotion.hit = hit
         tier.promotions.add(promotion)
-        self._promote(tier, now_ms)
+        if not tier.mover.in_flight_bytes:  # otherwise a turn of the loop does it soon enough
+            self._promote(tier, now_ms)
         return self._expected(tier, promotion, hit_blocks)
 
     def _ask(self, promotion: Promotion, hit_blocks: int) -> tuple[int, int]:
@@ -334,18 +336,12 @@ class Movement:
         )
 
     def turn(self, now_ms: int) -> None:
-        """Takes results of the movers and gives them further jobs: a piece of each kind, a millisecond
-        or two in all. Requests that have come are answered before the next turn."""
+        """Takes a result of a mover and gives it another job, or writes behind: a piece of work, a
+        millisecond or so. Requests that have come are answered before the next turn."""
         try:
-            if self._to_complete:
-                self._complete(*self._to_complete.popleft(), now_ms)
-            for tier in self.tiers:
-                self._tend(tier, now_ms)
-            for disk in self.disks:
-                self._verify(disk, now_ms)
-            self._clear_many()
-            if not self.is_held:
-                self.prefetches.turn(now_ms)
+            may_write = not self.is_held and any(writer.has_to_do for writer in self.writers)
+            self._has_tended = not (self._has_tended and may_write) and self._tend_all(now_ms)
+            if not self.is_held and not (self._has_tended and may_write):
                 for writer in self.writers:
                     writer.turn(now_ms)
         except Exception:
@@ -354,8 +350,21 @@ class Movement:
             for tier in self._tiers():
                 self.put_aside(tier, "an internal error; the server's log has it")
 
-    def _tend(self, tier: LowerTier, now_ms: int) -> None:
-        """Takes one result, or gives further jobs when there is none."""
+    def _tend_all(self, now_ms: int) -> bool:
+        """Whether that was a piece of work."""
+        if self._to_complete:
+            self._complete(*self._to_complete.popleft(), now_ms)
+            return True
+        has_worked = [self._tend(tier, now_ms) for tier in self.tiers]
+        for disk in self.disks:
+            self._verify(disk, now_ms)
+        self._clear_many()
+        if not self.is_held:
+            self.prefetches.turn(now_ms)
+        return any(has_worked)
+
+    def _tend(self, tier: LowerTier, now_ms: int) -> bool:
+        """Takes one result, or gives further jobs when there is none. Whether there was either."""
         tier.results.extend(tier.mover.results())
         has_result = bool(tier.results)
         if has_result:
@@ -368,10 +377,12 @@ class Movement:
         elif tier.mover.oldest_s > _STALLED_S:
             self.put_aside(tier, f"a job took more than {_STALLED_S:g} s")
         elif not has_result:
-            self._promote(tier, now_ms)
+            has_read = self._promote(tier, now_ms)
             self._keep_records(tier, now_ms)
             if tier.has_to_tidy:
                 tier.tidy()
+            return has_read
+        return has_result
 
     def put_aside(self, tier: LowerTier, why: str) -> None:
         """Uses a tier no longer. Jobs in flight end when its process has."""
@@ -421,10 +432,10 @@ class Movement:
         again_ms = min(max(round(seconds * 1000 + asked_ms), _LEAST_AGAIN_MS), _MOST_AGAIN_MS)
         return promotion.reach - hit_blocks, again_ms
 
-    def _promote(self, tier: LowerTier, now_ms: int) -> None:
-        """Begins one job of the promotion whose turn it is."""
-        promotion = self._next_to_read(tier)
-        if promotion is not None and tier.mover.can_read:
+    def _promote(self, tier: LowerTier, now_ms: int) -> bool:
+        """Begins one job of the promotion whose turn it is. Whether there is one."""
+        promotion = self._next_to_read(tier) if tier.mover.can_read else None
+        if promotion is not None:
             is_wanted = not promotion.is_prefetch or self._has_owner(promotion)
             if not is_wanted or not self._read(tier, promotion, now_ms):
                 promotion.end()
@@ -433,6 +444,7 @@ class Movement:
             self._give_up(over, now_ms)
             if over.hit is not None:
                 tier.release(over.hit)
+        return promotion is not None
 
     @staticmethod
     def _next_to_read(tier: LowerTier) -> Promotion | None:
