@@ -34,7 +34,13 @@ def test_each_size_is_written_and_read(
 ) -> None:
     (tmp_path / "mine").write_text("kept")
     lookup = {"p99_ms_with": 1.0, "moved_gbps": 0.5}
-    monkeypatch.setattr(tier, "lookup_times", lambda address, samples: dict(lookup))
+    paces: list[float] = []
+
+    def lookup_times(address: TierAddress, samples: int, most_gbps: float) -> dict[str, float]:
+        paces.append(most_gbps)
+        return dict(lookup)
+
+    monkeypatch.setattr(tier, "lookup_times", lookup_times)
     address = f"disk://{tmp_path}?size=256MiB"
     result = tier.run(
         address, block_bytes=(64 * KIB, MIB), total_bytes=24 * MIB, rounds=1, hits=False
@@ -43,6 +49,7 @@ def test_each_size_is_written_and_read(
     assert result["floor"] == floor and without_unit(result) == []
     assert result["hits"] == [] and result["engine"] == ""
     read = rows[1]["gbps"]
+    assert paces == [pytest.approx(0.6 * read)], "more than half of its bench rate"
     against = {"bench_gbps": read, "bench_fraction": round(0.5 / read, 3)}
     assert result["lookup"] == lookup | against
     # An image may take half of the log, which has 2 MiB, and a row takes 80 bytes.
@@ -71,7 +78,7 @@ def test_hits_are_measured_in_a_directory_of_their_own(
 
     monkeypatch.setattr(tier, "hit_times", hit_times)
     monkeypatch.setattr(tier, "engine_kind", lambda: "reference")
-    monkeypatch.setattr(tier, "lookup_times", lambda address, samples: {"moved_gbps": 0.5})
+    monkeypatch.setattr(tier, "lookup_times", lambda *_, **__: {"moved_gbps": 0.5})
     address = f"disk://{tmp_path}?size=256MiB"
     result = tier.run(address, (MIB,), total_bytes=8 * MIB, rounds=1, hit_tokens=(64,))
     assert (result["engine"], result["hits"]) == ("an engine", [{"prompt_tokens": 64}])

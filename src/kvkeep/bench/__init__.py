@@ -14,6 +14,7 @@ plan.py             what memory and disk a trace is worth
 plan_chart.py       that as a picture
 traces.py           traces, and the bounds of any cache on them
 recordings.py       what a recording of requests says, and its replay
+tier_floor.py       reads and writes of fio
 tier_lookup.py      lookups while a disk tier moves blocks
 tier_hits.py        hits of blocks that only a disk tier has
 vllm.py             time to the first token of real vLLM

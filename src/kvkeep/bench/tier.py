@@ -11,17 +11,12 @@ wrote."""
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import secrets
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench import shared_tier
+from kvkeep.bench import shared_tier, tier_floor
 from kvkeep.bench.tier_hits import engine_kind, hit_times
 from kvkeep.bench.tier_lookup import LEAST_POOL_BYTES, PROBED_BLOCK_BYTES, lookup_times
 from kvkeep.errors import KVKeepError, SettingsError
@@ -41,7 +36,6 @@ from kvkeep.tiers.disk_files import DiskFiles
 from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import JOB_BYTES, Mover, Read, Result, Write
-from kvkeep.tiers.mover_process import NICE, THREADS
 from kvkeep.tiers.tier_address import TierAddress, parse_tiers, quote_tiers
 from kvkeep.units import GIB, KIB, MIB, format_size
 from kvkeep.wire.messages import PoolPlace
@@ -53,6 +47,7 @@ _EPOCH = 1
 _TENANT = "bench"
 _STALLED_S = 60.0
 LOOKUPS = 2000
+_PACE = 0.6  # of its bench rate, at which a tier moves blocks beside the lookups; half is promised
 _RECOVERED_BLOCKS = 100_000
 _RECOVERED_A_CHAIN = 500  # at most BLOCKS_PER_STORE
 
@@ -82,7 +77,9 @@ def run(
                 f"{format_size(JOB_BYTES)}",
                 "use 64KiB or 1MiB, say",
             )
-    measure, floor = (_fio, "fio") if shutil.which("fio") else (_threads, "own threads")
+    measure, floor = tier_floor.threads, "own threads"
+    if tier_floor.has_fio():
+        measure, floor = tier_floor.fio, "fio"
     total_bytes = min(
         total_bytes, address.size_bytes // 4
     )  # or it would be evicted before it is read
@@ -97,7 +94,8 @@ def run(
         with _TierUnderTest(address, nbytes) as tested:
             rows += _rows(tested, measure, total_bytes, rounds)
     with _directory(address.directory) as directory:
-        lookup = lookup_times(replace(address, directory=directory), LOOKUPS)
+        own = replace(address, directory=directory)
+        lookup = lookup_times(own, LOOKUPS, most_gbps=_PACE * _nearest(rows)["gbps"])
     with _directory(address.directory) as directory:
         recovery = _recovery(directory, address.size_bytes)
     rows = [{"tier": str(address), **row} for row in rows]
@@ -123,15 +121,17 @@ def _run_shared(
     return result | {"rows": rows, "lookup": lookup}
 
 
-def _against_bench(moved_gbps: float, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How fast the tier reads blocks of the size nearest to those of the lookups, and what part of
-    that it moved meanwhile."""
+def _nearest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of reads of the size nearest to the blocks of the lookups."""
     reads = [row for row in rows if row["direction"] == "read"]
-    nearest = min(reads, key=lambda row: abs(row["block_bytes"] - PROBED_BLOCK_BYTES))
-    return {
-        "bench_gbps": nearest["gbps"],
-        "bench_fraction": round(moved_gbps / nearest["gbps"], 3),
-    }
+    return min(reads, key=lambda row: abs(row["block_bytes"] - PROBED_BLOCK_BYTES))
+
+
+def _against_bench(moved_gbps: float, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How fast the tier reads blocks like those of the lookups, and what part of that it moved
+    meanwhile."""
+    bench_gbps = _nearest(rows)["gbps"]
+    return {"bench_gbps": bench_gbps, "bench_fraction": round(moved_gbps / bench_gbps, 3)}
 
 
 def _recovery(directory: Path, size_bytes: int) -> dict[str, Any]:
@@ -336,57 +336,3 @@ def _directory(above: Path) -> Iterator[Path]:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-# -- floors
-
-
-def _fio(data: Path, direction: str, block_bytes: int, total_bytes: int) -> float:
-    """GB/s of fio at random places of the file."""
-    command = [
-        *(
-            "nice",
-            "-n",
-            str(NICE),
-            "fio",
-            "--name=floor",
-            f"--filename={data}",
-            f"--size={data.stat().st_size}",
-        ),
-        *("--ioengine=psync", "--direct=1", "--thread", f"--numjobs={THREADS}"),
-        *(f"--bs={block_bytes}", f"--rw=rand{direction}", "--norandommap", "--randrepeat=0"),
-        *(f"--io_size={total_bytes // THREADS}", "--group_reporting", "--output-format=json"),
-    ]
-    if direction == "write":
-        command += [f"--fdatasync={JOB_BYTES // block_bytes}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise KVKeepError(f"fio failed: {done.stderr.strip()}", "is O_DIRECT possible there?")
-    (job,) = json.loads(done.stdout)["jobs"]
-    return float(job[direction]["bw_bytes"]) / 1e9
-
-
-def _threads(data: Path, direction: str, block_bytes: int, total_bytes: int) -> float:
-    """GB/s of threads that do as fio would."""
-    places = data.stat().st_size // block_bytes
-    blocks = total_bytes // THREADS // block_bytes
-    descriptor = os.open(data, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-
-    def move(seed: int) -> None:
-        at = np.random.default_rng(seed).integers(0, places, blocks) * block_bytes
-        with mmap.mmap(-1, block_bytes) as memory:
-            for number, offset in enumerate(at.tolist(), start=1):
-                if direction == "read":
-                    os.preadv(descriptor, [memory], offset)
-                    continue
-                os.pwritev(descriptor, [memory], offset)
-                if number % (JOB_BYTES // block_bytes) == 0:
-                    os.fdatasync(descriptor)
-
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            started = time.perf_counter()
-            list(pool.map(move, range(THREADS)))
-            return blocks * THREADS * block_bytes / (time.perf_counter() - started) / 1e9
-    finally:
-        os.close(descriptor)

@@ -2,8 +2,9 @@
 a tier.
 
 Two servers, measured in turns. A client looks up the same 512 blocks, which stay in memory; another
-asks for one prefix after the other that only the disk has, so that the disk is always busy. The
-server without a tier gets the same requests."""
+asks for one prefix after the other that only the disk has, so that the disk is busy. The server
+without a tier gets the same requests: alone, and beside fio, which reads from the same disk as fast
+as the tier did. What that costs on a host with few processors no tier can avoid."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvkeep.bench import tier_floor
 from kvkeep.client.cache import Cache, connect
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import KVKeepError
@@ -37,12 +40,16 @@ _GIVE_UP_S = 120.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def lookup_times(tier: TierAddress, samples: int, turns: int = 8) -> dict[str, Any]:
+def lookup_times(
+    tier: TierAddress, samples: int, turns: int = 8, most_gbps: float = 0.0
+) -> dict[str, Any]:
     """The 99th percentile of a lookup with and without the tier, and how fast the tier moved
-    meanwhile. The tier must have at least four times LEAST_POOL_BYTES."""
+    meanwhile: at most `most_gbps`, unless that is 0. For a disk also the 99th percentile without
+    the tier, beside fio (`p99_ms_floor`; None if there is no fio). The tier must have at least four
+    times LEAST_POOL_BYTES."""
     pool_bytes = min(tier.size_bytes // 4 or LEAST_POOL_BYTES, _MOST_POOL_BYTES) // MIB * MIB
-    took: dict[str, list[float]] = {"without": [], "with": []}
-    moved_bytes, seconds = 0, 0.0
+    took: dict[str, list[float]] = {"without": [], "with": [], "floor": []}
+    moved, read = _Moved(), _Moved()
     with ExitStack() as ends:
         plain = ends.enter_context(_Server("without", pool_bytes))
         tiered = ends.enter_context(_Server("with", pool_bytes, "--tier", str(tier)))
@@ -50,19 +57,45 @@ def lookup_times(tier: TierAddress, samples: int, turns: int = 8) -> dict[str, A
             server.fill()
         for turn in range(turns):
             for server in (plain, tiered) if turn % 2 else (tiered, plain):
-                before, started = server.moved_bytes(), time.perf_counter()
-                with server.moving():
+                before = server.moved_bytes()
+                with server.moving(most_gbps):
+                    started = time.perf_counter()
                     took[server.name] += server.lookups(samples // turns)
                     if server is tiered:
-                        moved_bytes += server.moved_bytes() - before
-                        seconds += time.perf_counter() - started
-    without, with_tier = (float(np.percentile(took[name], 99)) * 1e3 for name in took)
-    return {
-        "p99_ms_without": round(without, 3),
-        "p99_ms_with": round(with_tier, 3),
-        "moved_gbps": round(moved_bytes / seconds / 1e9, 3),
-        "samples": len(took["with"]),
+                        moved.add(server.moved_bytes() - before, time.perf_counter() - started)
+            if not tier.is_shared and tier_floor.has_fio():
+                data = tier.directory / "data"
+                with tier_floor.reading(data, moved.bytes_per_s) as fio, plain.moving(most_gbps):
+                    fio.again()
+                    took["floor"] += plain.lookups(samples // turns)
+                    read.add(*fio.moved())
+    p99_ms = {
+        name: round(float(np.percentile(times, 99)) * 1e3, 3)
+        for name, times in took.items()
+        if times
     }
+    return {
+        "p99_ms_without": p99_ms["without"],
+        "p99_ms_with": p99_ms["with"],
+        "moved_gbps": round(moved.bytes_per_s / 1e9, 3),
+        "samples": len(took["with"]),
+        "p99_ms_floor": p99_ms.get("floor"),
+        "floor_gbps": round(read.bytes_per_s / 1e9, 3),
+    }
+
+
+@dataclass
+class _Moved:
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.nbytes += nbytes
+        self.seconds += seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds if self.seconds else 0.0
 
 
 class _Server:
@@ -73,6 +106,9 @@ class _Server:
         self._flags = ("--pool-size", f"{pool_bytes // MIB}MiB", *flags)
         self._chains = 2 * pool_bytes // PROBED_BLOCK_BYTES // _CHAIN_BLOCKS
         self._turn = 0
+        self._noise = np.random.default_rng(1).integers(
+            0, 1 << 63, (_PROBED_BLOCKS, PROBED_BLOCK_BYTES // 8), dtype=np.uint64
+        )
 
     def __enter__(self) -> _Server:
         with ExitStack() as ends:
@@ -89,20 +125,16 @@ class _Server:
 
     def fill(self) -> None:
         """Stores twice what memory holds, and waits until the disk has it."""
-        noise = np.random.default_rng(1).integers(
-            0, 1 << 63, (_PROBED_BLOCKS, PROBED_BLOCK_BYTES // 8), dtype=np.uint64
-        )
         until = time.monotonic() + _GIVE_UP_S
         for chain in range(self._chains):
             wanted = (chain + 1) * _CHAIN_BLOCKS
-            self._prober.put(_tokens(chain), noise[:_CHAIN_BLOCKS])
+            self._prober.put(_tokens(chain), self._noise[:_CHAIN_BLOCKS])
             while self.name == "with" and self._written() < wanted - 8 * _CHAIN_BLOCKS:
                 if time.monotonic() > until:
                     raise KVKeepError(
                         "the tier did not take what was stored", "is it large enough?"
                     )
                 time.sleep(_ASK_EVERY_S)
-        self._prober.put(_probed(), noise)
 
     def lookups(self, count: int) -> list[float]:
         """Seconds of each lookup."""
@@ -117,11 +149,13 @@ class _Server:
         return took
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
+    def moving(self, most_gbps: float) -> Iterator[None]:
         """Asks for prefixes that are not in memory meanwhile, and waits for the last of them. The
-        blocks that are looked up stay in use until then, or they would be evicted."""
+        blocks that are looked up are in memory when it begins."""
+        self._prober.put(_probed(), self._noise)
         self._turn += 1
-        program = "-m", __spec__.name, self._process.address, str(self._chains), str(self._turn)
+        given = self._process.address, str(self._chains), str(self._turn), str(most_gbps)
+        program = "-m", __spec__.name, *given
         asker = JsonProcess("the client that keeps the tier busy", program)
         try:
             asker.receive(_GIVE_UP_S)
@@ -129,7 +163,7 @@ class _Server:
         finally:
             asker.end(within_s=_GIVE_UP_S)
             while self.name == "with" and self._tier()["promotions"]:
-                self.lookups(10)
+                time.sleep(_ASK_EVERY_S)
 
     def moved_bytes(self) -> int:
         if self.name == "without":
@@ -172,6 +206,8 @@ def _probed() -> list[int]:
 def main() -> None:
     """Asks for one prefix after the other until stdin ends."""
     address, chains, turn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    most_gbps = float(sys.argv[4])
+    chain_s = _CHAIN_BLOCKS * PROBED_BLOCK_BYTES / 1e9 / most_gbps if most_gbps else 0.0
     over = threading.Event()
 
     def wait_for_the_end() -> None:
@@ -182,7 +218,9 @@ def main() -> None:
     with _client(address) as cache:
         print(json.dumps({"ready": True}), flush=True)
         chain = turn * chains // 3
-        while not over.wait(_ASK_EVERY_S):
+        due_s = time.monotonic()
+        while not over.wait(max(0.0 if most_gbps else _ASK_EVERY_S, due_s - time.monotonic())):
+            due_s += chain_s
             chain = (chain + 1) % chains
             cache.contains(_tokens(chain))
 
