@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +15,9 @@ import pytest
 from kvkeep.server import write_behind
 from kvkeep.server.lower_tier import WriteJob
 from kvkeep.server.shared import Shared, tenant_digest
-from kvkeep.server.write_behind import Reference, WriteBehind
+from kvkeep.server.write_behind import MOST_RESTED_MS, SETTLED_MS, Reference, WriteBehind
 from kvkeep.store import tree
+from kvkeep.store.operators import clear_all
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import BlockTable
 from kvkeep.tiers.admission import Admission
@@ -46,7 +48,10 @@ class Process:
 
 
 class World:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parcel_blocks: int = 1) -> None:
+        self.now_ms = 0
+        # Of plain keys the tier confuses blocks of a chain: it remembers by some bits.
+        self.is_plain = parcel_blocks == 1
         self.store = Store(1024 * SLOT, 1024 * SLOT)
         self.store.add_slabs(0, 1)
         for session in (MOVING, ENGINE):
@@ -54,24 +59,50 @@ class World:
         self.layout = self.store.open_layout(ENGINE, b"layout", (SLOT,))
         self.process = Process(at_once=2)
         made = cast(Mover, self.process), cast(Watch, None)
-        self.tier = Shared("tier", 0, lambda: made, directory / "kept")
+        self.tier = Shared(
+            "tier", 0, lambda: made, directory / "kept", None, lambda slot_bytes: parcel_blocks
+        )
         _, planned = cast(tuple[Job, Any], self.tier.take_records(1))
         self.tier.wrote(planned, Result(1))  # it has read the log of clears
         self.numbers = iter(range(2, 1 << 20))
         self.behind = WriteBehind(self.store, [self.tier], 0, self.numbers.__next__)
 
     def stores(self, tenant: str, chain: int, blocks: int) -> None:
-        """An engine stores a chain."""
-        keys = b"".join(f"{number:4}{chain:4}        ".encode() for number in range(blocks))
+        """An engine stores a chain, or goes on with it."""
+        keys = self.keys(chain, blocks)
         number = next(self.numbers)
-        self.store.prepare_store(ENGINE, number, tenant, self.layout.number, 0, b"", keys, 0)
-        self.store.complete_store(ENGINE, number, np.full(blocks, 7, np.uint64), 0)
+        plan = self.store.prepare_store(ENGINE, number, tenant, self.layout.number, 0, b"", keys, 0)
+        self.store.complete_store(ENGINE, number, np.full(len(plan.slots), 7, np.uint64), 0)
         self.behind.refer(Reference(tenant, keys, blocks, is_store=True))
+
+    def keys(self, chain: int, blocks: int) -> bytes:
+        plain = [f"{number:4}{chain:4}        ".encode() for number in range(blocks)]
+        if self.is_plain:
+            return b"".join(plain)
+        return b"".join(blake2b(key, digest_size=12).digest() + key[:4] for key in plain)
 
     def turns(self) -> None:
         """Until there is nothing to do."""
         while self.behind.has_to_do:
-            self.behind.turn(0)
+            self.behind.turn(self.now_ms)
+
+    def waits(self, ms: int) -> None:
+        """The loop has a turn after that time."""
+        self.now_ms += ms
+        self.behind.turn(self.now_ms)
+        self.turns()
+
+    def taken(self) -> list[tuple[int, int]]:
+        """Which blocks of a chain the next jobs write: the process ends all of them."""
+        ranges = []
+        while self.process.jobs:
+            job = self.process.jobs[0]
+            assert isinstance(job, Share)
+            first, stop = (int(key[12:]) for key in (job.keys[:16], job.keys[-16:]))
+            assert job.first == first
+            ranges.append((first, stop + 1))
+            self.written(1, "AB")
+        return ranges
 
     def written(self, jobs: int, tenants: str) -> str:
         """The tenants of the next jobs: the process ends one after the other."""
@@ -243,3 +274,91 @@ def test_a_turn_tells_admission_of_some_blocks_of_a_long_prompt(
         assert sum(blocks for blocks, _ in told) - before <= 512
     assert sum(blocks for blocks, _ in told) == 2000
     assert sum(min(each) for each in told) == 800, "the first ones are in memory or coming"
+
+
+# -- a tier that keeps four blocks together
+
+
+@pytest.fixture
+def parcels(tmp_path: Path) -> World:
+    return World(tmp_path, parcel_blocks=4)
+
+
+def test_full_parcels_are_written_at_once_and_the_rest_when_the_chain_has_settled(
+    parcels: World,
+) -> None:
+    parcels.stores("A", 1, 10)
+    parcels.turns()
+    assert parcels.taken() == [(0, 4), (4, 8)]
+    assert parcels.behind.chains == 1 and not parcels.behind.has_to_do, "it waits, without a spin"
+    parcels.waits(SETTLED_MS - 1)
+    assert parcels.taken() == []
+    parcels.waits(1)
+    assert parcels.taken() == [(8, 10)]
+    assert parcels.behind.chains == 0 and parcels.behind.evicted_unwritten == 0
+
+
+def test_a_chain_that_grows_waits_until_its_parcel_is_full(parcels: World) -> None:
+    for blocks in (1, 2, 3):
+        parcels.stores("A", 1, blocks)
+        parcels.waits(SETTLED_MS - 1)
+        assert parcels.taken() == []
+        assert parcels.behind.chains == 1, "the longer chain has the place of the shorter one"
+    parcels.stores("A", 1, 5)
+    parcels.turns()
+    assert parcels.taken() == [(0, 4)]
+    parcels.waits(SETTLED_MS)
+    assert parcels.taken() == [(4, 5)]
+
+
+def test_a_chain_that_grows_slowly_waits_for_a_bounded_time(tmp_path: Path) -> None:
+    world, waited_ms, blocks = World(tmp_path, parcel_blocks=100), 0, 0
+    world.process.job_bytes = 100 * SLOT
+    while not world.taken():
+        assert waited_ms <= MOST_RESTED_MS + SETTLED_MS
+        blocks += 1
+        world.stores("A", 1, blocks)
+        world.turns()
+        world.waits(SETTLED_MS - 100)
+        waited_ms += SETTLED_MS - 100
+    assert waited_ms >= MOST_RESTED_MS - SETTLED_MS
+
+
+def test_a_prompt_that_is_used_again_and_again_does_not_wait_longer(parcels: World) -> None:
+    parcels.stores("A", 1, 2)
+    for _ in range(5):
+        parcels.turns()
+        parcels.behind.refer(Reference("A", parcels.keys(1, 2), 2))
+        parcels.waits(SETTLED_MS // 5)
+    assert parcels.taken() == [(0, 2)]
+
+
+def test_a_chain_goes_on_where_its_last_parcel_ended(parcels: World) -> None:
+    parcels.stores("A", 1, 2)
+    parcels.turns()
+    parcels.waits(SETTLED_MS)
+    assert parcels.taken() == [(0, 2)]
+    parcels.stores("A", 1, 9)
+    parcels.turns()
+    assert parcels.taken() == [(2, 4), (4, 8)]
+
+
+def test_chains_that_leave_memory_while_they_rest_are_counted(parcels: World) -> None:
+    parcels.stores("A", 1, 2)
+    parcels.turns()
+    clear_all(parcels.store, ["A"])
+    parcels.waits(SETTLED_MS)
+    assert parcels.taken() == [] and parcels.behind.evicted_unwritten == 1
+
+
+@pytest.mark.parametrize("blocks", [8, 17, 18, 19, 20, 45])
+def test_blocks_of_a_long_chain_keep_their_place_in_parcels(
+    parcels: World, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    monkeypatch.setattr(write_behind, "_SEGMENT_BLOCKS", 8)
+    parcels.stores("A", 1, blocks)
+    parcels.turns()
+    ranges = parcels.taken()
+    parcels.waits(SETTLED_MS)
+    ranges += parcels.taken()
+    assert [number for each in ranges for number in range(*each)] == list(range(blocks))

@@ -18,7 +18,7 @@ from kvkeep.errors import SettingsError, TierError
 from kvkeep.testing.clock import eventually
 from kvkeep.testing.tiers import PLACE, check_tier
 from kvkeep.tiers import swept_bucket
-from kvkeep.tiers.checked_tier import CheckedTier
+from kvkeep.tiers.checked_tier import SEGMENT_BYTES, CheckedTier
 from kvkeep.tiers.s3 import S3Tier, open_s3
 from kvkeep.tiers.tier import Part, Tier
 
@@ -196,22 +196,25 @@ def test_objects_are_deleted_in_steps(start: Start, monkeypatch: pytest.MonkeyPa
         assert eventually(lambda: other.usage().blocks == 11), "what another host has written"
 
 
-@pytest.mark.parametrize("use", ["read", "written again"])
+@pytest.mark.parametrize("use", ["read", "read in part", "written again"])
 def test_what_is_used_long_after_it_was_written_is_renewed(
     start: Start, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start()
     objects = bucket(server.port)
     with closing(CheckedTier(open_s3(address(server.port, "&timeout=30s&max_age=1h")))) as tier:
-        data = os.urandom(1000)
+        data = os.urandom(SEGMENT_BYTES + 1000)
         tier.write([part("a", data), part("b", data)])
         before = {each.key: each.last_modified for each in objects.objects.all()}
 
         def renewed(name: str) -> bool:
             if use == "read":
-                assert read(tier, name, 1000) == data
-            else:
-                assert tier.write([part(name, data)]) == [True]
+                assert read(tier, name, len(data)) == data
+            elif use == "read in part":
+                view = memoryview(bytearray(100))
+                assert tier.read([Part(f"{PLACE}/{name}", [view], SEGMENT_BYTES + 100)]) == [100]
+            else:  # by another host, whose bytes differ: what is there stays
+                assert tier.write([part(name, os.urandom(1000))]) == [True]
             found = {each.key: each.last_modified for each in objects.objects.all()}
             path = f"kv/{PLACE}/{name}"
             return bool(found[path] > before[path])
@@ -223,7 +226,7 @@ def test_what_is_used_long_after_it_was_written_is_renewed(
         assert eventually(lambda: renewed("a"))
         after = {each.key: each.last_modified for each in objects.objects.all()}
         assert after[f"kv/{PLACE}/b"] == before[f"kv/{PLACE}/b"]
-        assert read(tier, "a", 1000) == data
+        assert read(tier, "a", len(data)) == data
 
 
 def test_credentials_and_buckets_that_are_wrong_are_said(

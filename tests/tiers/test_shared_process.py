@@ -12,13 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from services import Service, free_port, program
-from shared_hosts import BLOCKS, Host, host
+from shared_hosts import BLOCKS, Host, blocks_of, host, tokens_of
 from shared_services import KINDS, SharedService, service
 
 from kvkeep.cli.remote import ask
 from kvkeep.testing.clock import eventually
+from kvkeep.tiers.tier_keys import new_tier_keys
 
 
 @pytest.fixture(params=[kind for kind in KINDS if kind != "file"])
@@ -40,6 +42,33 @@ def test_a_service_carries_blocks_from_one_host_to_the_other(running: SharedServ
         one.clear("default")
         assert eventually(lambda: two.get(1) == 0)
         assert two.get(2, "blue") == BLOCKS
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_an_object_store_has_several_blocks_in_an_object(
+    tmp_path: Path, is_encrypted: bool
+) -> None:
+    """Two hosts store prompts that diverge; neither knows what the other has stored."""
+    keys = tmp_path / "tier.keys"
+    keys.touch(0o600)
+    keys.write_text(new_tier_keys())
+    more = ["--pool-size", "128MiB", *(("--tier-keys", str(keys)) if is_encrypted else ())]
+    mixed = tokens_of(1)[:40] + tokens_of(2)[40:]
+    content = np.concatenate([blocks_of(1)[:10], blocks_of(2)[10:]])
+    with service("s3", tmp_path) as running:
+        known = running.environment
+        with (
+            host(running.address, *more, environment=known) as one,
+            host(running.address, *more, environment=known) as two,
+        ):
+            one.put(1)
+            two.cache.put(mixed, content)
+            assert one.written(BLOCKS) and two.written(BLOCKS)
+            assert 2 <= len(running.objects()) < BLOCKS
+        with host(running.address, *more, environment=known) as three:
+            assert three.has(1)
+            assert eventually(lambda: len(three.cache.get(mixed)) == BLOCKS)
+            assert (three.cache.get(mixed) == content).all()
 
 
 def test_what_a_host_stored_before_it_vanished_is_found_within_six_seconds(

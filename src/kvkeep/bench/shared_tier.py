@@ -91,6 +91,7 @@ class _UnderTest:
         self._address = address
         self._place = place
         self._nbytes = block_bytes
+        self._parcel_blocks = address.parcel_blocks(block_bytes)
         self._ends = ExitStack()
         self._keys: list[bytes] = []  # of each job of the last write
         self._numbers = 0
@@ -145,7 +146,7 @@ class _UnderTest:
         took = []
         for _ in range(_FINDS):
             started = time.perf_counter()
-            self._run(iter([Find(self._next(), self._place, keys)]))
+            self._run(iter([Find(self._next(), self._place, keys, b"", self._parcel_blocks)]))
             took.append(time.perf_counter() - started)
         return statistics.median(took) * 1e3
 
@@ -169,13 +170,25 @@ class _UnderTest:
             [0],
             [self._nbytes],
             self._checksums[some].tobytes(),
+            0,
+            self._parcel_blocks,
         )
 
     def _fetch(self, job: int) -> Fetch:
         some = self._half(job)
         slots = self._slots[len(self._slots) // 2 :][some].tobytes()
         nbytes = self._nbytes
-        return Fetch(self._next(), slots, self._place, self._keys[job], nbytes, [0], [nbytes])
+        return Fetch(
+            self._next(),
+            slots,
+            self._place,
+            self._keys[job],
+            nbytes,
+            [0],
+            [nbytes],
+            b"",
+            self._parcel_blocks,
+        )
 
     def _run(self, jobs: Iterator[Share | Fetch | Find | SyncClears]) -> None:
         """Keeps the process busy until all jobs are done."""

@@ -141,6 +141,7 @@ class Disk(LowerTier):
         self,
         tenant: str,
         layout: Layout,
+        first: int,
         parent: bytes,
         keys: bytes,
         checksums: NDArray[np.uint64],

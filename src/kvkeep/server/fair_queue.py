@@ -38,6 +38,10 @@ class FairQueue(Generic[K, V]):
         self.remove(longest, next(iter(self._by_tenant[longest])))
         return False
 
+    def get(self, tenant: str, key: K) -> V | None:
+        own = self._by_tenant.get(tenant)
+        return own.get(key) if own else None
+
     def next(self) -> tuple[str, K, V]:
         """The item whose turn it is. There is one."""
         tenant, own = next(iter(self._by_tenant.items()))

@@ -204,8 +204,16 @@ class LowerTier(ABC):
         self.setbacks = 0  # how often something that was planned was not written
         self.records_ms = 0  # when `take_records` was asked last
 
-    def blocks_a_job(self, layout: Layout) -> int:
-        return max(1, min(_BLOCKS_A_JOB, self.mover.job_bytes // layout.slot_bytes))
+    def parcel_blocks(self, layout: Layout) -> int:
+        """How many blocks are kept together, from each multiple of that on; 1: none are."""
+        return 1
+
+    def blocks_a_job(self, layout: Layout, first: int) -> int:
+        """Of a job that begins with block `first` of a chain. It ends where a parcel does, if it can
+        have one."""
+        most = max(1, min(_BLOCKS_A_JOB, self.mover.job_bytes // layout.slot_bytes))
+        over = (first + most) % self.parcel_blocks(layout)
+        return most - over if over < most else most
 
     @property
     def is_slow(self) -> bool:
@@ -323,13 +331,15 @@ class LowerTier(ABC):
         self,
         tenant: str,
         layout: Layout,
+        first: int,
         parent: bytes,
         keys: bytes,
         checksums: NDArray[np.uint64],
         priority: int,
         ttl_ms: int,
     ) -> Planned | None:
-        """Plans to write those of these blocks that it lacks. None if there is nothing to write."""
+        """Plans to write those of these blocks that it lacks. None if there is nothing to write.
+        `first`: how many blocks of the chain come before them."""
 
     @abstractmethod
     def write_job(

@@ -459,7 +459,7 @@ class Movement:
     def _read(self, tier: LowerTier, promotion: Promotion, now_ms: int) -> bool:
         """Begins to read the next blocks of a promotion. False if memory takes no more of it."""
         layout, start = promotion.layout, promotion.next
-        stop = min(promotion.stop, start + tier.blocks_a_job(layout))
+        stop = min(promotion.stop, start + tier.blocks_a_job(layout, start))
         keys = promotion.keys[start * KEY_BYTES : stop * KEY_BYTES]
         parent = key_at(promotion.keys, start - 1) if start else b""
         number = self._next_number()

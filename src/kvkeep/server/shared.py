@@ -75,6 +75,7 @@ class SharedWrite:
     place: str
     keys: bytes
     checksums: NDArray[np.uint64]
+    first: int  # how many blocks of the chain come before
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class _Syncing:
 
 class Shared(LowerTier):
     """`make_mover` starts a process for the tier, with the lock that it holds in the pool. `kept`:
-    the file that says which clears were carried out here, for the next server."""
+    the file that says which clears were carried out here, for the next server. `parcel_blocks`: how
+    many blocks of a size are kept in one object."""
 
     kind = "shared tier"
     is_shared = True
@@ -101,7 +103,9 @@ class Shared(LowerTier):
         make_mover: Callable[[], tuple[Mover, Watch]],
         kept: Path,
         shown: Shown | None = None,
+        parcel_blocks: Callable[[int], int] = lambda slot_bytes: 1,
     ) -> None:
+        self._parcel_blocks = parcel_blocks
         self._shown = shown
         self._checked_s = 0.0  # when it was last asked for what it surely lacks
         self._make_mover = make_mover
@@ -144,6 +148,9 @@ class Shared(LowerTier):
     def usage(self) -> tuple[int, int, int]:
         return self._usage
 
+    def parcel_blocks(self, layout: Layout) -> int:
+        return self._parcel_blocks(layout.slot_bytes)
+
     # -- what it has
 
     def find(self, tenant: str, layout: Layout, keys: bytes, skip: int) -> Hit | None:
@@ -162,9 +169,11 @@ class Shared(LowerTier):
             if time.monotonic() < self._checked_s + _CHECK_EVERY_S:
                 return None
             self._checked_s = time.monotonic()
-        keys = promotion.keys[promotion.start * KEY_BYTES :]
+        start = promotion.start * KEY_BYTES
+        before = self._before(promotion.layout, promotion.keys[:start])
         promotion.hit = SharedHit(promotion.start, place)
-        return Find(number, place, keys)
+        parcel_blocks = self.parcel_blocks(promotion.layout)
+        return Find(number, place, promotion.keys[start:], before, parcel_blocks)
 
     def answered(self, promotion: Promotion, result: Result) -> None:
         before = promotion.hit
@@ -201,6 +210,11 @@ class Shared(LowerTier):
         generation = max(self._generations.get(digest, 0), self._generations.get(ALL, 0))
         return f"v1/{digest}/{generation}/{means}"
 
+    def _before(self, layout: Layout, keys: bytes) -> bytes:
+        """The last of these keys, from where a parcel may begin that goes on beyond them."""
+        blocks = len(keys) // KEY_BYTES
+        return keys[(blocks - blocks % self.parcel_blocks(layout)) * KEY_BYTES :]
+
     def _is_cleared(self, tenant: str) -> bool:
         """Whether the tenant is being cleared: its next generation is not known yet."""
         return any(each.name in (tenant_digest(tenant), ALL) for each in self._clears)
@@ -230,6 +244,8 @@ class Shared(LowerTier):
             layout.slot_bytes,
             list(layout.shard_offsets),
             list(layout.shard_bytes),
+            self._before(layout, promotion.keys[: start * KEY_BYTES]),
+            self.parcel_blocks(layout),
         )
 
     def checksums(self, job: ReadJob, result: Result) -> NDArray[np.uint64]:
@@ -253,6 +269,7 @@ class Shared(LowerTier):
         self,
         tenant: str,
         layout: Layout,
+        first: int,
         parent: bytes,
         keys: bytes,
         checksums: NDArray[np.uint64],
@@ -267,7 +284,8 @@ class Shared(LowerTier):
         if not blocks:
             return None
         positions = np.arange(blocks, dtype=np.int32)
-        return SharedWrite(positions, place, keys[: blocks * KEY_BYTES], checksums[:blocks])
+        keys = keys[: blocks * KEY_BYTES]
+        return SharedWrite(positions, place, keys, checksums[:blocks], first)
 
     def write_job(
         self, number: int, planned: Planned, layout: Layout, slots: NDArray[np.int64]
@@ -284,6 +302,8 @@ class Shared(LowerTier):
             list(layout.shard_offsets),
             list(layout.shard_bytes),
             np.ascontiguousarray(planned.checksums, "<u8").tobytes(),
+            planned.first,
+            self.parcel_blocks(layout),
         )
 
     def wrote(self, planned: object, result: Result) -> None:

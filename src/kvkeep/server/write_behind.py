@@ -3,12 +3,14 @@
     stored, or found in memory ─► admitted ─► leased in memory ─► mover writes ─► on the tier
 
 Not when they are evicted: eviction cannot wait for a tier. Blocks that leave memory before they are
-written are counted. Tenants have turns, a job each: so much of what a tier writes has each tenant,
-whatever the others store."""
+written are counted. Where a tier keeps several blocks together, the last ones of a chain, too few to
+fill a parcel, rest until the chain has not grown for a while. Tenants have turns, a job each: so
+much of what a tier writes has each tenant, whatever the others store."""
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +31,9 @@ _MOST_TO_WRITE = 4096  # chains
 _TENANTS_A_KEY = 8  # when the queues are full, which tenants are looked through
 _SHARED_BLOCKS = 32  # a prefix that may be on several tiers
 _GUESSED_SLOT_BYTES = 1 << 20
+SETTLED_MS = 1000  # a chain that has not grown for so long
+MOST_RESTED_MS = 10_000  # that the end of a chain that grows waits for a full parcel
+_WOKEN_A_TURN = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class _Begun:
 
     ends: list[bytes]  # the last key of each segment
     is_cut: bool = False  # as far as the root
+    first_blocks: int = 0  # of the first segment
+    has_rested: bool = False  # the last blocks are written, even if they fill no parcel
     at: int = 0  # the segment that is being written
     # How many leading blocks of it are written or being written, unless the tier had more than so
     # many `setbacks` since. A tier may not remember that while other chains have their turns.
@@ -69,6 +76,15 @@ class _Begun:
     setbacks: int = -1
     tiers: list[LowerTier] = field(default_factory=list)  # that have all segments before it
     having: list[LowerTier] = field(default_factory=list)  # of these, that have this one, too
+
+
+@dataclass(frozen=True)
+class _Resting:
+    """A chain whose last blocks do not fill a parcel. `since_ms`: when the first of them came."""
+
+    begun: _Begun
+    since_ms: int
+    due_ms: int
 
 
 class WriteBehind:
@@ -94,13 +110,15 @@ class WriteBehind:
         self._numbers = itertools.count()
         # chains, by their last key, and how far they are written
         self._to_write = FairQueue[bytes, _Begun](_MOST_TO_WRITE)
+        # by tenant and last key; the one that is due first is the first, or a second behind it
+        self._resting: OrderedDict[tuple[str, bytes], _Resting] = OrderedDict()
         self._is_stuck = False  # nothing could be written in the last turn
         self._has_judged = False  # in the last turn
 
     @property
     def chains(self) -> int:
         """How many chains wait."""
-        return len(self._to_write)
+        return len(self._to_write) + len(self._resting)
 
     @property
     def has_to_do(self) -> bool:
@@ -119,6 +137,7 @@ class WriteBehind:
     def turn(self, now_ms: int) -> None:
         """A piece of work, half a millisecond or so. Judges and writes in turns, so that constant
         requests stop neither."""
+        self._wake(now_ms)
         self._has_judged = self._has_to_judge and not self._has_judged
         if self._has_judged:
             self._judge_references()
@@ -144,7 +163,8 @@ class WriteBehind:
             if not used.ready:
                 continue
             end = key_at(used.keys, used.ready - 1)
-            if not self._to_write.add(used.tenant, end, _Begun([end])):
+            begun = self._to_write.get(used.tenant, end) or _Begun([end])
+            if not self._to_write.add(used.tenant, end, begun):
                 self.evicted_unwritten += 1
                 left -= self._to_write.tenants // _TENANTS_A_KEY
 
@@ -214,6 +234,7 @@ class WriteBehind:
         rows = way_up(table, row, 2 * _SEGMENT_BLOCKS)
         begun.ends[0] = table.keys[row]
         begun.is_cut = table.parent[int(rows[0])] == NO_ROW
+        begun.first_blocks = len(rows)
         if not begun.is_cut:
             begun.ends.insert(0, table.keys[int(rows[-_SEGMENT_BLOCKS - 1])])
 
@@ -242,7 +263,14 @@ class WriteBehind:
             return 0, True
         if tier not in tiers:
             return 0, True
-        stop = min(len(rows), known + tier.blocks_a_job(layout))
+        first = begun.first_blocks + (begun.at - 1) * _SEGMENT_BLOCKS if begun.at else 0
+        stop = min(len(rows), known + tier.blocks_a_job(layout, first + known))
+        if known < stop == len(rows) and not has_next and not begun.has_rested:
+            full = stop - (first + stop) % tier.parcel_blocks(layout)
+            if full > known:
+                stop = full
+            elif self._rest(tenant, keys, begun, now_ms):
+                return 0, False
         some_keys = keys[known * KEY_BYTES : stop * KEY_BYTES]
         wanted = self._wanted(tier, layout, some_keys)
         some = rows[known : known + wanted]
@@ -254,6 +282,7 @@ class WriteBehind:
         planned = tier.plan(
             tenant,
             layout,
+            first + known,
             key_at(keys, known - 1) if known else parent,
             some_keys[: wanted * KEY_BYTES],
             layout.checks[table.many.check[some]],
@@ -272,6 +301,32 @@ class WriteBehind:
         begun.blocks, begun.setbacks = known + len(some), tier.setbacks
         more = begun.blocks < len(rows) or has_next
         return len(some), more and wanted == stop - known
+
+    def _rest(self, tenant: str, keys: bytes, begun: _Begun, now_ms: int) -> bool:
+        """Lets a chain wait whether it grows, in place of those that it continues. `keys`: of its
+        last segment. False if too many wait."""
+        since_ms = now_ms
+        last = len(keys) // KEY_BYTES - 1
+        for at in range(begun.blocks, last):
+            if shorter := self._resting.pop((tenant, key_at(keys, at)), None):
+                since_ms = min(since_ms, shorter.since_ms)
+        if len(self._resting) >= _MOST_TO_WRITE:
+            return False
+        due_ms = min(now_ms + SETTLED_MS, since_ms + MOST_RESTED_MS)
+        resting = _Resting(begun, since_ms, due_ms)
+        self._resting.setdefault((tenant, key_at(keys, last)), resting)
+        return True
+
+    def _wake(self, now_ms: int) -> None:
+        """Lets chains be written that have rested."""
+        for _ in range(min(_WOKEN_A_TURN, len(self._resting))):
+            (tenant, key), resting = next(iter(self._resting.items()))
+            if now_ms < resting.due_ms:
+                return
+            del self._resting[tenant, key]
+            resting.begun.has_rested = True
+            if not self._to_write.add(tenant, key, resting.begun):
+                self.evicted_unwritten += 1
 
     def _wanted(self, tier: LowerTier, layout: Layout, keys: bytes) -> int:
         """How many leading blocks are worth writing."""

@@ -98,15 +98,19 @@ class Compact(msgspec.Struct, frozen=True, tag=True):
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):
-    """Asks a shared tier how many leading blocks it has under `place`."""
+    """Asks a shared tier how many leading blocks it has under `place`. If it keeps `parcel_blocks` in
+    an object, `before` has the keys of blocks before these, from where a parcel may begin."""
 
     number: int
     place: str
     keys: bytes
+    before: bytes = b""
+    parcel_blocks: int = 1
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Copies blocks from a shared tier into slots. Its Result brings their checksums."""
+    """Copies blocks from a shared tier into slots. Its Result brings their checksums. `before` and
+    `parcel_blocks` as in Find."""
 
     number: int
     slots: bytes
@@ -115,10 +119,13 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
     shard_offsets: list[int]
     shard_bytes: list[int]
+    before: bytes = b""
+    parcel_blocks: int = 1
 
 
 class Share(msgspec.Struct, frozen=True, tag=True):
-    """Copies blocks from slots to a shared tier, unless it has them."""
+    """Copies blocks from slots to a shared tier, unless it has them. `first`: how many blocks of the
+    chain come before them; `parcel_blocks` as in Find."""
 
     number: int
     slots: bytes
@@ -128,6 +135,8 @@ class Share(msgspec.Struct, frozen=True, tag=True):
     shard_offsets: list[int]
     shard_bytes: list[int]
     checksums: bytes
+    first: int = 0
+    parcel_blocks: int = 1
 
 
 class SyncClears(msgspec.Struct, frozen=True, tag=True):

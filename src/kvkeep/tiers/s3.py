@@ -189,8 +189,8 @@ class S3Tier:
                 if length > part.offset:
                     raise
                 return min(length, 0)  # a range beyond the end
-        if len(data) == found.meta["size"]:
-            self._renew_later(part.name, found.meta, data)
+        is_whole = len(data) == found.meta["size"]
+        self._renew_later(part.name, found.meta, data if is_whole else None)
         at = 0
         with memoryview(data) as content:
             for view in part.views:
@@ -207,21 +207,27 @@ class S3Tier:
             try:
                 obstore.put(self._store, part.name, data, mode="create")
             except AlreadyExistsError:
-                # Its host has stored what follows it, which is of no use without it.
+                # Its host has stored what follows it, which is of no use without it. What is there
+                # may differ from `data`.
                 with suppress(FileNotFoundError):
-                    self._renew_later(part.name, obstore.head(self._store, part.name), data)
+                    self._renew_later(part.name, obstore.head(self._store, part.name), None)
                 return True
         self.sweeper.add(1, part.nbytes)
         return True
 
-    def _renew_later(self, name: str, meta: ObjectMeta, data: Bytes | bytes) -> None:
-        """Writes an object again, if it was written long ago and still is as it was."""
+    def _renew_later(self, name: str, meta: ObjectMeta, data: Bytes | None) -> None:
+        """Writes an object again, if it was written long ago and still is as it was. Without its
+        bytes, it is read first."""
         unrenewed_s = time.time() - meta["last_modified"].timestamp()
+        if meta["size"] > MOST_BYTES_A_VALUE:
+            return
         if unrenewed_s > self._renew_after_s() and self._renewals.acquire(blocking=False):
             self._threads.submit(self._renew, name, meta["e_tag"], data)
 
-    def _renew(self, name: str, e_tag: str | None, data: Bytes | bytes) -> None:
+    def _renew(self, name: str, e_tag: str | None, data: Bytes | None) -> None:
         try:
+            if data is None:
+                data = obstore.get(self._store, name).bytes()
             obstore.put(self._store, name, data, mode={"e_tag": e_tag})
         except (BaseError, OSError):
             pass  # it is gone, or is renewed when it is used again

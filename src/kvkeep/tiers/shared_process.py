@@ -11,9 +11,9 @@ has threads of its own, so that writes that hang hold up no lookup. A job is cut
 `best_bytes`, which several threads move at once. Blocks count as written when other hosts can read
 that they are (`Summaries`).
 
-Stored under a block's name: its checksums, a row of 8 bytes each, and then its shards. Padding
-between shards, which may hold other bytes, never leaves the host. Every shard is compared with its
-checksum on the way up."""
+Stored under a block's name: its checksums, a row of 8 bytes each, and then its shards. Where small
+objects are slow, several blocks are in one (`parcels`). Padding between shards, which may hold other
+bytes, never leaves the host. Every shard is compared with its checksum on the way up."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from kvkeep.tiers.mover import (
 )
 from kvkeep.tiers.mover_process import MappedPool, Pace, describe, run
 from kvkeep.tiers.opening import open_place
+from kvkeep.tiers.parcels import Block, Parcels
 from kvkeep.tiers.summaries import Shown, Summaries, words_of
 from kvkeep.tiers.tier import Part
 
@@ -119,12 +120,24 @@ class SharedProcess:
             moving.slots = np.frombuffer(job.slots, "<i8")
             if isinstance(job, Share):
                 moving.checksums[:] = np.frombuffer(job.checksums, "<u8").reshape(-1, shards)
-            most = max(1, min(_MOST_BLOCKS, self._tier.best_bytes // job.nbytes))
-            pieces = [slice(at, min(at + most, blocks)) for at in range(0, blocks, most)]
+            pieces = self._pieces(job, blocks)
         with self._lock:
             self._queues[type(job)].extend((moving, piece) for piece in pieces)
             moving.left = len(pieces)
             self._came[type(job)].notify(len(pieces))
+
+    def _pieces(self, job: Fetch | Share, blocks: int) -> list[slice]:
+        """Blocks that are moved together: those of one window, if the tier has parcels."""
+        most = max(1, min(_MOST_BLOCKS, self._tier.best_bytes // job.nbytes))
+        before = 0
+        if job.parcel_blocks > 1:
+            most = job.parcel_blocks
+            if isinstance(job, Share):
+                before = job.first % most
+            else:
+                before = len(job.before) // KEY_BYTES
+        starts = range(-before, blocks, most)
+        return [slice(max(0, at), min(at + most, blocks)) for at in starts]
 
     def _cancel(self, number: int) -> None:
         """Fails the job unless one of its pieces has begun."""
@@ -161,7 +174,7 @@ class SharedProcess:
     def _move(self, moving: _Moving, piece: slice) -> None:
         job = moving.job
         if isinstance(job, Find):
-            moving.found = self._tier.leading(_names(job.place, job.keys))
+            moving.found = self._find(job)
             if moving.found and self._summaries is not None:
                 keys = job.keys[: moving.found * KEY_BYTES]
                 self._summaries.found(words_of(job.place, keys))
@@ -169,17 +182,43 @@ class SharedProcess:
         if isinstance(job, SyncClears):
             self._sync(moving, job)
             return
-        shards = len(job.shard_bytes)
-        names = _names(job.place, job.keys[piece.start * KEY_BYTES : piece.stop * KEY_BYTES])
-        self._pace.wait(len(names) * job.nbytes)
+        self._pace.wait((piece.stop - piece.start) * job.nbytes)
         self._pool.segments.addresses(moving.slots[piece], job.nbytes)  # checks them
         places = list(zip(job.shard_offsets, job.shard_bytes, strict=True))
-        blocks = [
+        blocks: list[Block] = [
             [slot[offset : offset + nbytes] for offset, nbytes in places]
             for slot in self._pool.views(moving.slots[piece], job.nbytes)
         ]
+        if job.parcel_blocks > 1:
+            self._move_parcels(moving, job, piece, blocks)
+        else:
+            self._move_blocks(moving, job, piece, blocks)
+
+    def _find(self, job: Find) -> int:
+        if job.parcel_blocks == 1:
+            return self._tier.leading(_names(job.place, job.keys))
+        parcels = Parcels(self._tier, job.place, job.parcel_blocks)
+        return max(0, parcels.leading(job.before + job.keys) - len(job.before) // KEY_BYTES)
+
+    def _move_parcels(
+        self, moving: _Moving, job: Fetch | Share, piece: slice, blocks: list[Block]
+    ) -> None:
+        parcels = Parcels(self._tier, job.place, job.parcel_blocks, job.shard_bytes)
+        keys = job.keys[piece.start * KEY_BYTES : piece.stop * KEY_BYTES]
         rows = moving.checksums[piece]
-        heads = [memoryview(bytearray(rows[at].tobytes())) for at in range(len(names))]
+        if isinstance(job, Share):
+            good = parcels.write(keys, blocks, rows)
+        else:
+            before = job.before if piece.start == 0 else b""  # other pieces begin with a window
+            good = parcels.read(before + keys, len(before) // KEY_BYTES, blocks, rows)
+        moving.good[piece.start : piece.start + good] = 1
+
+    def _move_blocks(
+        self, moving: _Moving, job: Fetch | Share, piece: slice, blocks: list[Block]
+    ) -> None:
+        names = _names(job.place, job.keys[piece.start * KEY_BYTES : piece.stop * KEY_BYTES])
+        rows = moving.checksums[piece]
+        heads = [memoryview(bytearray(row.tobytes())) for row in rows]
         parts = [
             Part(name, [head, *block])
             for name, head, block in zip(names, heads, blocks, strict=True)
@@ -187,7 +226,7 @@ class SharedProcess:
         if isinstance(job, Share):
             moving.good[piece] = self._tier.write(parts)
             return
-        whole = 8 * shards + sum(job.shard_bytes)
+        whole = 8 * len(job.shard_bytes) + sum(job.shard_bytes)
         for at, found in enumerate(self._tier.read(parts)):
             rows[at] = np.frombuffer(heads[at], "<u8")
             sums = [checksum(shard) for shard in blocks[at]]
