@@ -52,6 +52,8 @@ ENGINE_SIDE = {
     "connector",
 }  # what an engine loads: no dependency that engines do not ship already
 ENGINE_SHIPS = {"msgspec", "numpy", "torch"}
+# Modules that need an extra, and are imported where it is switched on: nowhere at module level.
+EXTRAS_OF_ENGINES = {"kvkeep.wire.tracing": "opentelemetry"}
 TORCH_FOLDERS = {"gpu", "engine", "vllm"}
 # Clocks, files, processes, sockets: what the store may not reach.
 OUTSIDE_WORLD = {
@@ -270,9 +272,19 @@ def engine_side_dependencies(source: Source) -> Iterator[str]:
         source.folder in ENGINE_SIDE or source.module in SHARED | {"kvkeep"}
     ):
         return
+    extra = EXTRAS_OF_ENGINES.get(source.module, "")
     for entry in imports(source):
-        if entry.top not in ENGINE_SHIPS | {"kvkeep"} and entry.top not in sys.stdlib_module_names:
+        known = {*ENGINE_SHIPS, "kvkeep", extra, *sys.stdlib_module_names}
+        if entry.top not in known:
             yield source.says(entry.line, f"{entry.top} would be a new dependency of the engine")
+
+
+def extras_are_lazy(source: Source) -> Iterator[str]:
+    if source.is_test:
+        return
+    for entry in imports(source):
+        if not entry.lazy and EXTRAS_OF_ENGINES.keys() & set(entry.candidates):
+            yield source.says(entry.line, f"{entry.candidates[-1]} at module level needs an extra")
 
 
 def torch_is_lazy(source: Source) -> Iterator[str]:
@@ -506,6 +518,7 @@ RULES: list[Rule] = [
     import_direction,
     store_is_pure,
     engine_side_dependencies,
+    extras_are_lazy,
     torch_is_lazy,
     vague_names,
     no_print,
@@ -597,6 +610,7 @@ BAD: list[tuple[Rule, str, str]] = [
         "src/kvkeep/client/a.py",
         "try:\n    from torch import Tensor\nexcept ImportError:\n    pass",
     ),
+    (extras_are_lazy, "src/kvkeep/server/a.py", "from kvkeep.wire.tracing import Tracing"),
     (vague_names, "src/kvkeep/kv/utils.py", ""),
     (vague_names, "src/kvkeep/common/a.py", ""),
     (vague_names, "src/kvkeep/kv/keys_v2.py", ""),

@@ -96,6 +96,21 @@ def test_the_server_is_told_what_was_loaded_if_it_counts_that(sim: Any, is_told:
     assert (counts.lookups, counts.hit_blocks, counts.loaded_tokens) == (1, 3, 48 if is_told else 0)
 
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_server_is_told_of_the_span_that_waits_if_it_makes_spans(sim: Any, is_told: bool) -> None:
+    scheduler = adapter(sim)
+    if is_told:
+        scheduler.connection.welcome.capabilities.append(m.TRACES)
+    scheduler.lookup(None, keys(3), trace=TRACE)
+    scheduler.lookup(None, keys(3))
+    sim.run(20)
+    asked = [each.trace for each in sim.recorder.came if isinstance(each, m.Lookup)]
+    assert asked == [TRACE if is_told else "", ""]
+
+
 def a_report(name: str, **fields: Any) -> m.RequestReport:
     return m.RequestReport(name, "default", [("lacked", 3), ("last", 1)], 49, **fields)
 

@@ -52,9 +52,9 @@ class ScriptedCache:
     def leases(self) -> int:
         return len(self.lookups) - self.released
 
-    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0, trace: str = "") -> Lookup:
         self.asked.append((salt, len(keys) // KEY_BYTES, skip))
-        self.lookups.append(Lookup(salt, keys, skip))
+        self.lookups.append(Lookup(salt, keys, skip, trace=trace))
         return self.lookups[-1]
 
     def answer(self, lookup: Lookup) -> Answer | None:

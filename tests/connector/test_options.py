@@ -17,6 +17,7 @@ from kvkeep.connector.options import (
     load_when,
     revision,
     tp_shards,
+    tracing,
 )
 from kvkeep.errors import SettingsError
 
@@ -341,6 +342,20 @@ def test_a_permission_that_is_neither_true_nor_false_is_refused(allowed: Any) ->
 )
 def test_a_bad_value_is_refused_also_where_another_reads_it(name: str) -> None:
     assert f"kvkeep.{name} = ['?']" in refusal(lambda: client_options({f"kvkeep.{name}": ["?"]}))
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+def test_requests_are_not_traced_unless_asked_for() -> None:
+    assert not tracing({}) and tracing({"kvkeep.tracing": True})
+    assert not tracing({"kvkeep.tracing": False})
+
+
+@pytest.mark.parametrize("value", ["true", 1, None, "http://localhost:4318"])
+def test_tracing_is_a_switch_and_no_address(value: Any) -> None:
+    said = refusal(lambda: client_options({"kvkeep.tracing": value}))
+    assert f"kvkeep.tracing = {value!r}" in said and "true or false" in said
 
 
 # --- tp_shards ------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class ScriptedCache:
     num_shards: int = 1
     load_when: LoadWhen = "always"
     tp_shards: int | None = None
+    tracing: bool = False
 
     # -- the backend
 
@@ -102,7 +103,7 @@ class ScriptedCache:
 
     # -- the scheduler's side
 
-    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0, trace: str = "") -> Lookup:
         lookup = Lookup(salt, keys, skip)
         self.lookups.append(lookup)
         self.leases[len(self.lookups)] = lookup

@@ -63,6 +63,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.load_when: LoadWhen = "always"
         self.tp_shards: int | None = None
+        self.tracing = False
         self.caches: list[FakeCache] = []
         self.shapes: set[BlockShape] = set()
 

@@ -554,7 +554,9 @@ def test_a_lookup_tells_what_is_coming_beyond_the_hit(
     assert (found.blocks, len(found.checksums), found.coming, found.again_ms) == (2, 8, 2, 40)
     fingerprint = world.server.store.layouts.get(layout).fingerprint
     stored_as = addresses(KEYS, fingerprint)
-    assert tiers.asked == [(world.session.number, "default", layout, stored_as, 2, 200, 5, False)]
+    assert tiers.asked == [
+        (world.session.number, "default", layout, stored_as, 2, 200, 5, False, "")
+    ]
 
 
 def test_a_lookup_that_is_asked_again_is_counted_once(
@@ -566,7 +568,7 @@ def test_a_lookup_that_is_asked_again_is_counted_once(
     tiers.answer = (1, 40)
     peer.store(layout, KEYS[:48], BLOCKS[:3])
     assert peer.ask(m.Found, m.Lookup("default", layout, KEYS, 0, 100, 1)).coming == 1
-    assert [asked[-1] for asked in tiers.asked] == [False, True]
+    assert [asked[-2] for asked in tiers.asked] == [False, True]
     counters = world.service.counters
     assert (counters.lookups, counters.lookup_blocks, counters.hit_blocks) == (1, 4, 3)
     assert counters.tenants.of("default") == TenantCounts(1, 3, 0)

@@ -220,7 +220,13 @@ class Engine:
             adapter = (
                 LoRARequest(*request["adapter"]) if "adapter" in request else None
             )  # name, number, path
-            self.engine.add_request(name, prompt, sampling, lora_request=adapter)
+            self.engine.add_request(
+                name,
+                prompt,
+                sampling,
+                lora_request=adapter,
+                trace_headers=request.get("trace_headers"),
+            )
             names.append(name)
         return names
 

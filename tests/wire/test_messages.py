@@ -48,6 +48,8 @@ def test_a_message_is_frozen_and_takes_no_unknown_field(message: type[m.Message]
         (m.Release([1], [16]), {"type", "leases", "loaded_tokens"}),
         (m.Lookup("t", 1, b"k"), {"type", "tenant", "layout", "keys"}),
         (m.Lookup("t", 1, b"k", 0, 5), {"type", "tenant", "layout", "keys", "patience_ms"}),
+        (m.Lookup("t", 1, b"k", trace="00"), {"type", "tenant", "layout", "keys", "trace"}),
+        (m.CompleteStore(1, b"c"), {"type", "write", "checksums"}),
         (m.Found(1, b"s", b"c"), {"type", "blocks", "slots", "checksums"}),
         (m.OpenLayout(b"f", [8]), {"type", "fingerprint", "shard_bytes"}),
         (m.LayoutOpened(1, 8, [0]), {"type", "layout", "slot_bytes", "shard_offsets"}),

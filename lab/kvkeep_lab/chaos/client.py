@@ -229,6 +229,7 @@ class _Backend:
 
     load_when: LoadWhen = "always"
     tp_shards: int | None = None
+    tracing = False
 
     def __init__(self, client: ChaosClient) -> None:
         self._client = client

@@ -46,6 +46,7 @@ _TENANTS: tuple[str, ...] = ("default", tenant_of("a"), tenant_of("b"), tenant_o
 _TENANTS += ("", "salt", "t-" + "0" * 31, "x" * 3000)
 _KEY_RUNS = [chain(name, length) for name in "ab" for length in (1, 2, 5, 9, 33, 0)]
 _KEY_RUNS += [_KEY_RUNS[1][:-1], _KEY_RUNS[1] * 2, chain("a", 5)[16:], b"k", bytes(64)]
+_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PLANES = (m.NETWORK, m.SHARED_MEMORY, "", "x" * 2000)
 
 
@@ -128,6 +129,8 @@ class Fields:
                 return choices.pick((50, 0, 100, self.number()))
             case "client" | "server" | "code" | "message" | "field" | "hint" | "directory" | "lock":
                 return choices.text()
+            case "trace":
+                return choices.pick(("", _TRACE, _TRACE[:-1], choices.text()))
             case "role":
                 return choices.text()[: m.MAX_ROLE_CHARS]
             case "parts":

@@ -14,4 +14,5 @@ store_model.py      the naive model of the store
 peer.py             a client that sends what it is told
 relay.py            a wire that tests read or slow down
 strange.py          servers with faults
+collector.py        a collector of spans, with faults
 """

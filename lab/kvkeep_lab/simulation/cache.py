@@ -57,6 +57,7 @@ class SimulatedCache:
     ) -> None:
         self.load_when: LoadWhen = "always"
         self.tp_shards: int | None = None
+        self.tracing = False
         self.is_seen = False  # what the server lacks, as by an engine that shares memory with it
         self.faults = faults or CacheFaults()
         self.random = random.Random(seed)

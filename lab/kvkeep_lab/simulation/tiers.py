@@ -83,6 +83,7 @@ class SimulatedTiers:
         patience_ms: int,
         now_ms: int,
         again: bool,
+        trace: str = "",
     ) -> tuple[int, int]:
         chain, count = split_keys(keys), 0
         last_ms = max((due_ms for due_ms, *_ in self._due.values()), default=now_ms)

@@ -152,6 +152,11 @@ class Connection:
         welcome = self.welcome
         return welcome is not None and m.TIERS in welcome.capabilities
 
+    def carried(self, trace: str) -> str:
+        """The place of a span as messages carry it: not to a server that exports none."""
+        welcome = self.welcome
+        return trace if trace and welcome is not None and m.TRACES in welcome.capabilities else ""
+
     @property
     def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none
         welcome = self.welcome  # read once: another thread may end the session meanwhile

@@ -174,7 +174,13 @@ class Load:
         """Loads one request by messages, under a lease of its own."""
         connection = self._connection
         loaded = np.zeros(request.blocks, dtype=np.bool_)
-        message = m.Lookup(request.tenant, connection.layout_number, request.keys, request.skip)
+        message = m.Lookup(
+            request.tenant,
+            connection.layout_number,
+            request.keys,
+            request.skip,
+            trace=connection.carried(request.trace),
+        )
         # Bytes of other loads may come before the answer: a lookup's deadline would be too short.
         lookup = connection.call(message, connection.options.store_deadline_ms)
         shards = len(connection.shape.shard_bytes)

@@ -36,6 +36,7 @@ class StoreRequest:
     parent     the key before the first one; b"" if the first one begins the prompt
     priority   0 to 100, 50 is normal; blocks of higher priority stay longer
     ttl_ms     after that time the blocks are the first to be evicted; 0 means no limit
+    trace      the span of the store, for workers and the server; "" if there is none
     """
 
     tenant: str
@@ -44,6 +45,7 @@ class StoreRequest:
     block_ids: NDArray[np.int64]
     priority: int = 50
     ttl_ms: int = 0
+    trace: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_ids", _ids(self.block_ids))
@@ -79,7 +81,7 @@ class LoadRequest:
 
     `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of
     its own. There are as many block_ids as the lookup described blocks: `answer.blocks -
-    answer.skip`."""
+    answer.skip`. `trace` is as in StoreRequest."""
 
     tenant: str
     keys: bytes
@@ -88,6 +90,7 @@ class LoadRequest:
     epoch: int
     slots: NDArray[np.int64]
     checksums: NDArray[np.uint64]  # [blocks, shards]
+    trace: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_ids", _ids(self.block_ids))
@@ -137,6 +140,7 @@ class Finished:
     incomplete  stores that left something out: offer those blocks again
     loads       what came of each load
     withdrawn   blocks that the engine took back before they were copied
+    times       when each job that is traced began and ended here, in nanoseconds of the epoch
     """
 
     rank: int = 0
@@ -144,6 +148,7 @@ class Finished:
     incomplete: list[Hashable] = field(default_factory=list)
     loads: dict[Hashable, LoadOutcome] = field(default_factory=dict)
     withdrawn: int = 0
+    times: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def failed_blocks(self) -> set[int]:

@@ -54,6 +54,7 @@ class Lookup:
     keeps the blocks of its answer in place.
 
     earlier      the call and its answer that count if the question, asked again, is not answered
+    trace        the span that waits for the answer; "" if there is none
     sent_ms      when `call` was sent
     until_ms     when patience with a tier ends; None: the request does not wait yet
     """
@@ -66,6 +67,7 @@ class Lookup:
     is_repeated: bool = False  # after an outage; that happens once
     is_released: bool = False
     earlier: tuple[Call, Answer] | None = None
+    trace: str = ""
     sent_ms: int = 0
     until_ms: int | None = None
 
@@ -86,11 +88,11 @@ class SchedulerAdapter:
         self._shards = len(shape.shard_bytes)
         self._prefetched: dict[bytes, int] = {}  # last key of a prompt -> when to ask again
 
-    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0, trace: str = "") -> Lookup:
         """Asks how many of these blocks the server has, and for the slots of those after the first
-        `skip`."""
+        `skip`. A server that exports spans puts its own below `trace`."""
         self.connection.poll()
-        lookup = Lookup(salt, keys, skip)
+        lookup = Lookup(salt, keys, skip, trace=trace)
         self._send(lookup)
         return lookup
 
@@ -196,6 +198,7 @@ class SchedulerAdapter:
                 lookup.skip,
                 patience_ms,
                 lookup.earlier[1].blocks if lookup.earlier else -1,
+                connection.carried(lookup.trace),
             )
             lookup.call = connection.call(message, connection.options.lookup_deadline_ms)
         except (KVKeepError, TypeError, ValueError, OverflowError) as error:

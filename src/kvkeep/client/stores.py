@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -328,6 +329,7 @@ class Store:
         self.job = job
         self.request = request
         self.sources = sources
+        self.began_ns = time.time_ns()
         self.written = 0  # blocks, known when it is finished
         self.is_complete = False  # whether the server has all of them now
         self.has_departed = False  # set by `DepartingStores`, as `has_failed` is
@@ -507,7 +509,8 @@ class Store:
         except BaseException:  # guard: raised again, as above
             self._connection.give_up(call)
             raise
-        message = m.CompleteStore(call.number, checksums.tobytes())
+        trace = self._connection.carried(self.request.trace)
+        message = m.CompleteStore(call.number, checksums.tobytes(), trace)
         self._completions.append((call, self._connection.call(message, self._deadline_ms)))
 
     def _finish(self) -> None:
@@ -584,6 +587,7 @@ class Store:
             priority=request.priority,
             ttl_ms=request.ttl_ms,
             further_shards=further_shards,
+            trace=self._connection.carried(request.trace),
         )
         call = self._connection.call(message, self._deadline_ms)
         self._unused.append(call)

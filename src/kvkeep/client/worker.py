@@ -511,6 +511,8 @@ class WorkerAdapter:
             store = self._stores.pop(job, None)
             if store is not None:
                 store.sources.close()
+                if store.request.trace:
+                    self._finished.times[job] = store.began_ns, time.time_ns()
             self._finished.stored[job] = written
             if not is_complete:
                 self._finished.incomplete.append(job)
@@ -524,6 +526,9 @@ class WorkerAdapter:
             for number, (job, request, _) in enumerate(loads):
                 took_s = now_s - self._began_s.get(job, now_s)
                 in_place = None if loaded is None else loaded[number]
+                if request.trace:
+                    now_ns = time.time_ns()
+                    self._finished.times[job] = now_ns - int(took_s * 1e9), now_ns
                 self._end_load(job, request.outcome(in_place, took_s))
 
     def _end_load(self, job: Hashable, outcome: LoadOutcome) -> None:

@@ -3,6 +3,7 @@ vLLM.
 
 planner.py        decides about lookups, loads and stores
 request_state.py  what is known of one request
+request_trace.py  its spans, if it is traced
 step.py           jobs that go to the workers with a step, and their results
 group_layout.py   what a hit needs of each kind of layer
 reports.py        what a request was served from, as the server is told

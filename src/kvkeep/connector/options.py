@@ -6,6 +6,7 @@ for vLLM.
                                 ├──► load_when                 faster or always
                                 ├──► load_failure_policy       recompute or fail
                                 ├──► tp_shards                 how many shards KV heads are cut into
+                                ├──► tracing                   whether spans of requests are exported
                                 └──► revision, allow_untested  read by vLLM's connector alone
 
 Every refusal is a SettingsError that names the key and its value, and says what to write instead.
@@ -44,6 +45,7 @@ _OWN = (
     "load_when",
     "load_failure_policy",
     "tp_shards",
+    "tracing",
     "revision",
     "allow_untested_vllm",
 )
@@ -67,7 +69,8 @@ def client_options(extra: Mapping[str, Any], engine: str = "python") -> ClientOp
             )
         if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
             raise unknown("kv_connector_extra_config", key, KNOWN_KEYS)
-    for check in (load_mode, load_when, load_failure_policy, tp_shards, revision, allow_untested):
+    checks = (load_mode, load_when, load_failure_policy, tp_shards, tracing)
+    for check in (*checks, revision, allow_untested):
         check(extra)
     chosen = {
         name: _option(_PREFIX + name, extra[_PREFIX + name])
@@ -111,6 +114,14 @@ def tp_shards(extra: Mapping[str, Any]) -> int | None:
     if count is not None and (type(count) is not int or not 1 <= count <= MAX_TP_SHARDS):
         raise refusal("kvkeep.tp_shards", count, f"a whole number from 1 to {MAX_TP_SHARDS}")
     return count
+
+
+def tracing(extra: Mapping[str, Any]) -> bool:
+    """Whether spans of requests go to a collector."""
+    is_on = extra.get("kvkeep.tracing", False)
+    if not isinstance(is_on, bool):
+        raise refusal("kvkeep.tracing", is_on, "true or false")
+    return is_on
 
 
 def revision(extra: Mapping[str, Any]) -> str | None:

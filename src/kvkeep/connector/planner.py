@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +40,13 @@ from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.recoveries import Recoveries
 from kvkeep.connector.reports import RequestReports
 from kvkeep.connector.request_state import RequestState
+from kvkeep.connector.request_trace import begin_trace
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
 from kvkeep.kv import outcomes
 from kvkeep.kv.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvkeep.wire.tracing import Tracing
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one group, or a row for each part of a block
 
@@ -62,11 +67,14 @@ class CachePlanner:
         world_size: int,
         costs: CostModel | None = None,
         load_failure_policy: str = "recompute",
+        tracing: Tracing | None = None,
     ) -> None:
         self._cache = cache
         self._layout = layout
         self._world_size = world_size
         self.costs = costs or CostModel("always")
+        self._tracing = tracing
+        self._dropped_spans = 0  # that are counted
         self.counts: Counter[str] = Counter()
         self._jobs: dict[int, Job] = {}
         self._next_job = 0
@@ -105,6 +113,10 @@ class CachePlanner:
     def arrive(self, state: RequestState, local_blocks: int = 0) -> None:
         """A request has come, with the keys of its full blocks. Asks the server at once for those
         after the first `local_blocks`, which the engine has."""
+        if self._tracing is not None:
+            headers, tokens = state.trace_headers, state.prompt_tokens
+            name, tenant = state.request_id, state.tenant
+            state.trace = begin_trace(self._tracing, name, tenant, tokens, headers)
         if state.hints.prefetch and state.tenant:
             self._cache.prefetch(state.salt, bytes(state.keys))
         if state.reads:
@@ -139,16 +151,20 @@ class CachePlanner:
             if not (may_start and self._cache.lacks(state.key(local_blocks))):
                 return None
             state.lack(local_blocks)
+            state.trace.decide("lacked")
             return 0
         if answer.failure and answer is not known:
             self.counts["lookup_failures"] += 1
         if answer.coming and self._waits_for_tier(state, answer, local_blocks, limit_blocks):
+            state.trace.wait_for_tier(answer.coming)
             return None
         usable = self._layout.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
         # Blocks that lack a part are computed, and stored again with the parts they have here.
         state.stored = max(state.stored, answer.blocks if self._layout.whole else usable)
         _settle(state, answer, local_blocks, usable)
-        return usable - local_blocks if self._is_worth_loading(state, local_blocks, usable) else 0
+        loads = self._is_worth_loading(state, local_blocks, usable)
+        self._trace_decision(state, answer, usable - local_blocks, loads=loads)
+        return usable - local_blocks if loads else 0
 
     def wait(self, state: RequestState, milliseconds: int) -> None:
         """Waits for the answer to a lookup, up to `milliseconds`. For an engine that has nothing to
@@ -159,8 +175,22 @@ class CachePlanner:
     def _ask(self, state: RequestState, skip: int) -> Lookup:
         if state.lookup is not None:
             self._cache.release(state.lookup)
-        state.lookup = self._cache.lookup(state.salt, bytes(state.keys), skip)
+        trace = state.trace.ask(state.num_blocks - skip)
+        state.lookup = self._cache.lookup(state.salt, bytes(state.keys), skip, trace)
         return state.lookup
+
+    def _trace_decision(
+        self, state: RequestState, answer: Answer, blocks: int, *, loads: bool
+    ) -> None:
+        if state.trace.is_on:
+            found = "load" if loads else "compute"
+            state.trace.decide(
+                found if blocks else "miss",
+                answer,
+                blocks=blocks,
+                loading_s=self.costs.expected_s(blocks),
+                computing_s=self.costs.computing_s(blocks * self._layout.block_tokens),
+            )
 
     def _waits_for_tier(
         self, state: RequestState, answer: Answer, local_blocks: int, limit_blocks: int
@@ -209,7 +239,7 @@ class CachePlanner:
         job = self._new_job(state, local_blocks, table, is_load=True)
         state.loads += 1
         self._loading[job.number] = job
-        self._loads[job.number] = load
+        self._loads[job.number] = state.trace.begin(job.number, load)
         self.costs.begin_load(job.number, job.blocks, job.blocks * self._layout.block_tokens)
         return job
 
@@ -220,6 +250,7 @@ class CachePlanner:
     def start_without_load(self, state: RequestState) -> None:
         """The request begins without a load: its lease is released. A lookup that is not answered
         yet stays, because its answer says what need not be stored."""
+        state.trace.decide("not_awaited")
         if state.lookup is None or state.loads:
             return
         if state.answer is not None or not self._layout.whole:
@@ -278,6 +309,7 @@ class CachePlanner:
             state.hints.ttl_ms,
         )
         job = self._new_job(state, first, table, is_load=False)
+        request = state.trace.begin(job.number, request)
         if after_step:
             self._stores_after[job.number] = request
         else:
@@ -301,12 +333,20 @@ class CachePlanner:
             # Now, and not when its stores end: an idle engine makes no step that would tell of it.
             self._release(state)
         self._finish_conversation(state)
-        if state.tenant:
-            self._cache.report(self._reports.of(state), state.lacked_by)
+        report = self._reports.of(state) if state.tenant else None
+        if report is not None:
+            self._cache.report(report, state.lacked_by)
+        state.trace.finish(report)
+        if self._tracing is not None:
+            dropped = self._tracing.dropped - self._dropped_spans
+            self.counts["dropped_spans"] += dropped
+            self._dropped_spans += dropped
         return state.hints.reply(state.loaded * self._layout.block_tokens)
 
     def close(self) -> None:
         self._cache.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def _release(self, state: RequestState, loaded_tokens: int = 0) -> None:
         if state.lookup is not None:
@@ -360,6 +400,8 @@ class CachePlanner:
                 if job is None:
                     continue
                 outcome = report.loads.get(number)
+                times = report.times.get(number)
+                job.request.trace.report(job.number, report.rank, times, outcome)
                 if outcome is not None:
                     job.outcome = job.outcome.joined(outcome)
                     completed.invalid_block_ids |= outcome.failed
@@ -398,6 +440,7 @@ class CachePlanner:
 
     def _end_load(self, job: Job) -> None:
         state, good = job.request, job.good_blocks()
+        state.trace.end(job.number, is_complete=good == job.blocks)
         del self._loading[job.number]
         state.loads -= 1
         self.costs.end_load(job.number, None if job.outcome.failed else job.outcome.seconds)
@@ -415,6 +458,7 @@ class CachePlanner:
 
     def _end_store(self, job: Job) -> None:
         state = job.request
+        state.trace.end(job.number, is_complete=not job.incomplete)
         self._readers.remove(job.number)
         if job.incomplete and not self._layout.whole:
             # The engine no longer has the windows and states of the earlier blocks. Stored without

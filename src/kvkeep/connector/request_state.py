@@ -23,7 +23,7 @@ some time keeps its outcome."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ from kvkeep.client.calls import Call
 from kvkeep.client.hints import Hints
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.scheduler import Answer, Lookup
+from kvkeep.connector.request_trace import UNTRACED, Untraced
 from kvkeep.errors import RequestError
 from kvkeep.kv import outcomes
 from kvkeep.kv.identity import tenant_of
@@ -60,6 +61,8 @@ class RequestState:
     load_s          how long its loads took; None: one of them was not measured
     prompt_tokens, tokens, adapter
                     of the prompt, for reports: its length, its tokens, the name of its adapter
+    trace_headers   the trace that the engine's request is part of, as HTTP headers name it
+    trace           the request's spans
     accepted_after  a load of what follows this many blocks was decided on
     declined_after  a load of what follows this many blocks was decided against
     skipped         blocks that the server has and that are computed for that reason
@@ -88,6 +91,8 @@ class RequestState:
     prompt_tokens: int = 0
     tokens: Sequence[int] = ()
     adapter: str = ""
+    trace_headers: Mapping[str, str] | None = None
+    trace: Untraced = UNTRACED
     tenant: str = field(init=False)  # "" if the salt is invalid
     outcomes: bytearray = field(init=False)
 

@@ -10,7 +10,7 @@ from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.cost_model import LoadWhen
-from kvkeep.connector.options import client_options, load_when, tp_shards
+from kvkeep.connector.options import client_options, load_when, tp_shards, tracing
 from kvkeep.connector.step import LookupSide, TransferSide
 from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig
 from kvkeep.errors import SettingsError
@@ -23,10 +23,12 @@ ENGINE = "reference"  # the name of sessions of this engine
 
 class CacheBackend(Protocol):
     """Makes the scheduler's and the workers' side of a cache for one engine; `load_when` says which
-    hits the engine loads, `tp_shards` how many shards it cuts KV heads into."""
+    hits the engine loads, `tp_shards` how many shards it cuts KV heads into, `tracing` whether it
+    exports spans."""
 
     load_when: LoadWhen
     tp_shards: int | None
+    tracing: bool
 
     def lookup_side(self, shape: BlockShape) -> LookupSide: ...
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide: ...
@@ -46,9 +48,12 @@ class ServerBackend:
         options: ClientOptions | None = None,
         load_when: LoadWhen = "faster",
         tp_shards: int | None = None,
+        *,
+        tracing: bool = False,
     ) -> None:
         self.load_when = load_when
         self.tp_shards = tp_shards
+        self.tracing = tracing
         self._options = options or ClientOptions(client=ENGINE)
         self.connections: list[Connection] = []
 
@@ -73,10 +78,16 @@ class NativeBackend:
     """Host memory of this process: nobody else sees it, and it ends with the engine."""
 
     def __init__(
-        self, nbytes: int, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
+        self,
+        nbytes: int,
+        options: ClientOptions | None = None,
+        load_when: LoadWhen = "faster",
+        *,
+        tracing: bool = False,
     ) -> None:
         self.load_when = load_when
         self.tp_shards: int | None = None  # no engine of another size sees it
+        self.tracing = tracing
         self.server = EmbeddedServer(nbytes)
         self._options = options or ClientOptions(client=ENGINE)
         self.connections: list[Connection] = []
@@ -112,8 +123,10 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
                 f" {nbytes!r}",
                 "set it, or set kv_offloading_size instead",
             )
-        return NativeBackend(nbytes, client_options(extra, ENGINE), load_when(extra))
-    return ServerBackend(client_options(extra, ENGINE), load_when(extra), tp_shards(extra))
+        options = client_options(extra, ENGINE)
+        return NativeBackend(nbytes, options, load_when(extra), tracing=tracing(extra))
+    options = client_options(extra, ENGINE)
+    return ServerBackend(options, load_when(extra), tp_shards(extra), tracing=tracing(extra))
 
 
 def _wait_until_up(connections: list[Connection]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.planner import CachePlanner
+from kvkeep.connector.request_trace import start_tracing
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Model
@@ -35,6 +36,7 @@ class Engine:
         self, model: Model, config: EngineConfig | None = None, backend: CacheBackend | None = None
     ) -> None:
         self.config = config or EngineConfig()
+        tracing = start_tracing(backend is not None and backend.tracing)
         self.workers = Workers(model, self.config, backend)
         self.backend = backend
         planner = None
@@ -43,7 +45,8 @@ class Engine:
             layout = GroupLayout([CacheGroup("full", self.config.block_tokens)])
             costs = CostModel(backend.load_when, loads_in_step=self.config.sync_loads)
             policy = self.config.kv_load_failure_policy
-            planner = CachePlanner(cache, layout, self.config.world_size, costs, policy)
+            ranks = self.config.world_size
+            planner = CachePlanner(cache, layout, ranks, costs, policy, tracing)
             backend.connect()
         self.scheduler = Scheduler(self.config, planner)
         # whether the last step computed nothing: everybody waits for a lookup or a load

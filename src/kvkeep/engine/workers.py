@@ -60,6 +60,7 @@ class _Side:
         report.stored.update(finished.stored)
         report.incomplete.extend(finished.incomplete)
         report.loads.update(finished.loads)
+        report.times.update(finished.times)
         self._under_way.difference_update(finished.stored, finished.loads)
 
     def give_up(self, job: Job) -> None:

@@ -59,6 +59,7 @@ class Counters(Figures):
     connection_resets: int = _counter(
         "Connections closed because messages and replies took too much memory."
     )
+    dropped_spans: int = _counter("Spans of traced requests that were not exported.")
     internal_errors: int = _counter("Requests that failed inside the server; each is in the log.")
     sessions_opened: int = _counter("Sessions opened.")
     sessions_ended: int = _counter("Sessions ended by Goodbye.")

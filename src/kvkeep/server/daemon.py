@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvkeep.errors import PoolError
 from kvkeep.server.auth import Authority, Caller
@@ -44,7 +44,12 @@ from kvkeep.units import format_size
 from kvkeep.wire.messages import PoolPlace, WireLimits
 from kvkeep.wire.tls import tls_files
 
+if TYPE_CHECKING:
+    from kvkeep.wire.tracing import Tracing
+
 log = logging.getLogger(__name__)
+
+SERVICE = "kvkeep-server"  # in traces, unless OTEL_SERVICE_NAME says otherwise
 
 T = TypeVar("T")
 
@@ -63,6 +68,11 @@ class Daemon:
         self.last_turn = time.monotonic()
         self.busy_since: float | None = None  # when the turn began; None while the loop waits
         self._stopping = self._is_over = False
+        self.tracing: Tracing | None = None
+        if settings.tracing:
+            from kvkeep.wire.tracing import Tracing
+
+            self.tracing = Tracing(SERVICE)
         self.movement: Movement | None = None
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
@@ -96,6 +106,7 @@ class Daemon:
             self.service = self._make_service()
             self.movement = open_tiers(self.settings, self.pool, self.store, self.epoch)
             self.service.tiers = self.movement
+            self.service.tracing = self.tracing
             self.authority = Authority(tls_files(settings), settings.authorized_clients)
             self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
             self.address = self._listeners.address
@@ -116,6 +127,7 @@ class Daemon:
                 self._connections.also_wait_for(descriptor)
             if self.movement is not None:
                 self.movement.started = self._connections.also_wait_for
+                self.movement.tracing = self.tracing
         except BaseException:
             # guard: a server that does not start leaves nothing behind but the old pool
             self.close(keep=self.pool.is_left)
@@ -204,6 +216,8 @@ class Daemon:
             self._listeners.close()
         if hasattr(self, "_connections"):
             self._connections.close()
+        if self.tracing is not None:
+            self.tracing.close()
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from kvkeep.server.promotions import PromotionQueue
 from kvkeep.server.verification import Verification
 from kvkeep.store.layouts import Layout
 from kvkeep.tiers.mover import Job, Mover, Result
+
+if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
+    from kvkeep.wire.tracing import Span
 
 _BLOCKS_A_JOB = 128
 _FIRST_RATE = 500e6  # bytes a second, before any was measured
@@ -61,6 +64,7 @@ class Promotion:
     insists: bool = False  # it asks, although the tier seems to have nothing
     is_doubtful: bool = False  # the tier is asked, and seems to have nothing: no request waits
     owners: set[int] = field(default_factory=set)  # of a prefetch: sessions, and Prefetches' own
+    spans: list[Span] = field(default_factory=list)  # of requests that are traced
     # Jobs that have ended before an earlier one, by their first block. Their blocks become READY in
     # order: what hangs below a block that cannot be read would be of no use.
     arrived: dict[int, tuple[int, ReadJob, NDArray[np.uint64]]] = field(default_factory=dict)
@@ -88,6 +92,13 @@ class Promotion:
         """Reads nothing more, whatever the tier answers."""
         self.has_ended = True
         self.next = self.stop
+
+    def end_spans(self) -> None:
+        """Ends the spans of the requests that wait for it."""
+        failure = "blocks are missing" if self.complete < self.stop else ""
+        for span in self.spans:
+            span.end(failure=failure, blocks=max(0, self.complete - self.start))
+        self.spans.clear()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,6 +45,9 @@ from kvkeep.store.tree import key_at, known_blocks, way_up
 from kvkeep.tiers.clear_log import ALL
 from kvkeep.tiers.mover import Result
 
+if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
+    from kvkeep.wire.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 _LEAST_AGAIN_MS = 2
@@ -53,6 +57,7 @@ _FAULTS_IN_A_ROW = 8  # after which a tier is set aside
 _LOG_INTERVAL_MS = 1000  # between records without blocks
 INSISTS_MS = 5000  # a request that is willing to wait so long
 MOST_SILENCE_S = 1.0  # between two turns
+_MOST_SPANS = 16  # of requests that wait for one promotion
 
 
 class Movement:
@@ -77,6 +82,7 @@ class Movement:
         ] = []  # unusable ones, once all were to be verified
         self.tiers: list[LowerTier] = [*disks, *shared]
         self.started: Callable[[int], None] = lambda fileno: None  # told of each new mover
+        self.tracing: Tracing | None = None  # of a server that exports spans
         self._store = store
         self._wall_ms = wall_ms
         self._next_number = itertools.count(1).__next__
@@ -121,15 +127,19 @@ class Movement:
         patience_ms: int,
         now_ms: int,
         again: bool,
+        trace: str = "",
     ) -> tuple[int, int]:
         """Begins to bring up what a tier has of these blocks after the first `hit_blocks`. Returns
-        how many are coming, and in how many milliseconds the last is expected; (0, 0) if none."""
+        how many are coming, and in how many milliseconds the last is expected; (0, 0) if none. The
+        span `trace` of a question that is new has a part for the promotion."""
         coming, again_ms = 0, 0
         if hit_blocks * KEY_BYTES < len(keys):
             insists = patience_ms >= INSISTS_MS
             coming, again_ms = self._bring_up(
                 tenant, layout, keys, hit_blocks, now_ms, insists=insists
             )
+            if trace and coming and not again:
+                self._trace(trace, tenant, keys, hit_blocks)
         if not again:
             self._refer(Reference(tenant, keys, hit_blocks, coming))
         return coming, again_ms
@@ -178,6 +188,19 @@ class Movement:
         if not tier.mover.in_flight_bytes:  # otherwise a turn of the loop does it soon enough
             self._promote(tier, now_ms)
         return self._expected(tier, promotion, hit_blocks)
+
+    def _trace(self, trace: str, tenant: str, keys: bytes, hit_blocks: int) -> None:
+        """Begins the span of the promotion that brings these blocks."""
+        if (tracing := self.tracing) is None:
+            return
+        for tier in self._tiers():
+            for promotion in tier.promotions.of(tenant):
+                if not _brings(promotion, tenant, keys, hit_blocks):
+                    continue
+                if len(promotion.spans) < _MOST_SPANS:
+                    span = tracing.resume("server.promotion", trace, tier=tier.kind)
+                    promotion.spans += [span] if span is not None else []
+                return
 
     def _ask(self, promotion: Promotion, hit_blocks: int) -> tuple[int, int]:
         """Asks a shared tier what it has of blocks that no disk has. `_end_ask` goes on."""
@@ -442,6 +465,7 @@ class Movement:
             tier.promotions.served(promotion)
         for over in tier.promotions.take_over():
             self._give_up(over, now_ms)
+            over.end_spans()
             if over.hit is not None:
                 tier.release(over.hit)
         return promotion is not None
@@ -626,6 +650,8 @@ class Movement:
         nbytes = arrived.blocks * promotion.layout.slot_bytes
         tier.counts.promoted_bytes += nbytes
         self.prefetches.arrived(promotion.owners, arrived.blocks, nbytes)
+        if promotion.complete >= promotion.stop:
+            promotion.end_spans()  # now: a request may see its blocks before the next turn
         if promotion.complete in promotion.arrived:
             self._to_complete.append((tier, promotion))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.log_limits import LineLimit
 from kvkeep.server.recording import Recorder
+from kvkeep.server.request_spans import trace_request
 from kvkeep.server.sessions import (
     NetworkLease,
     NetworkWrite,
@@ -40,6 +41,9 @@ from kvkeep.store.table import NO_ROW, READY
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
 from kvkeep.wire.pool_files import Watch
+
+if TYPE_CHECKING:
+    from kvkeep.wire.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +70,12 @@ class Tiers(Protocol):
         patience_ms: int,
         now_ms: int,
         again: bool,
+        trace: str = "",
     ) -> tuple[int, int]:
         """Begins to bring up what a tier has of these blocks (the store's addresses) after the
         first `hit_blocks`, which are in memory. Returns how many of them are coming, and in how
         many milliseconds the last is expected; (0, 0) if none are. `again`: a client that waits
-        asks once more."""
+        asks once more. `trace`: the span that waits."""
 
     def orders(self, fingerprint: bytes) -> dict[int, bytes]:
         """How the tiers' blocks of this layout order their bytes: shard -> digest."""
@@ -86,7 +91,7 @@ class Tiers(Protocol):
 
 class Service:
     """The protocol's server side over a store and its memory. `tiers` is set by a server that has
-    any, before its first session."""
+    any, and `tracing` by one that exports spans, before its first session."""
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class Service:
         self.tiers: Tiers | None = None
         self.layout_models: dict[bytes, str] = {}  # by fingerprint: under which name a model counts
         self.recorder: Recorder | None = None  # while an operator records requests
+        self.tracing: Tracing | None = None
         self.draining = False
         self._memory = memory
         self._place = place
@@ -152,8 +158,8 @@ class Service:
             return None
         payload: list[bytes] = []
         kind = "unreadable"
-        reply: m.Reply
         request: m.Request | None = None
+        reply: m.Reply
         try:
             request = decode_request(header, frames, self._limits.frame_bytes)
             kind = type(request).__name__
@@ -171,6 +177,8 @@ class Service:
             )
         took_us = (time.perf_counter() - started) * 1e6
         self.counters.latency.setdefault(kind, Latency()).add(took_us)
+        if self.tracing is not None:
+            trace_request(self.tracing, request, reply, took_us)
         encoded = encode(Header(header.session, header.number), reply, payload)
         if self.recorder is not None and request is not None:
             nbytes = len(frames[1]) + len(encoded[1])
@@ -318,9 +326,14 @@ class Service:
             server=f"kvkeep {__version__}",
             pool=msgspec.structs.replace(self._place, lock=lock),
             limits=self._limits,
-            capabilities=[*m.CAPABILITIES, *([m.TIERS] if self.tiers else [])],
+            capabilities=self._capabilities(),
             verify=self.verify,
         )
+
+    def _capabilities(self) -> list[str]:
+        tiers = [m.TIERS] if self.tiers else []
+        traces = [m.TRACES] if self.tracing else []
+        return [*m.CAPABILITIES, *tiers, *traces]
 
     def _attach(
         self, session: ServerSession, number: int, request: m.Attach, now_ms: int
@@ -484,6 +497,7 @@ class Service:
                 patience_ms,
                 now_ms,
                 request.found_before >= 0,
+                request.trace,
             )
         except Exception:
             # guard: the lease is given; a fault of a tier must not take the answer from memory

@@ -368,6 +368,9 @@ class Settings:
     )
     log_level: str = _setting(LOG_LEVEL, "info", "Lowest severity that is logged.", live=True)
     log_json: bool = _setting(SWITCH, "false", "Log one JSON object per line.")
+    tracing: bool = _setting(
+        SWITCH, "false", "Export spans of traced requests to the collector that OTEL_* names."
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod

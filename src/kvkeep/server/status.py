@@ -223,7 +223,7 @@ def _status(daemon: Daemon) -> Status:
         evicted_blocks=dict(departures.counts),
         evicted_age_s=departures.age_s,
         load_failures=dict(counters.load_failures),
-        counters=_counts(store, counters),
+        counters=_counts(daemon),
         refusals=dict(sorted(counters.refusals.items())),
         auth_failures=dict(sorted(counters.auth_failures.items())),
         restart=_restart(daemon),
@@ -236,12 +236,14 @@ def _status(daemon: Daemon) -> Status:
     )
 
 
-def _counts(store: Store, counters: Counters) -> dict[str, int | float]:
-    """With what the store counts itself."""
+def _counts(daemon: Daemon) -> dict[str, int | float]:
+    """With what the store and the spans' queue count themselves."""
+    store, counters = daemon.store, daemon.service.counters
     return {name: getattr(counters, name) for name in metrics_of(Counters, "kvkeep_")} | {
         "evictions": store.eviction.evictions,
         "slab_moves": store.eviction.slab_moves,
         "withheld_blocks": store.withheld_blocks,
+        "dropped_spans": daemon.tracing.dropped if daemon.tracing is not None else 0,
     }
 
 

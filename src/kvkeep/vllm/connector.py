@@ -29,8 +29,10 @@ from kvkeep.connector.options import (
     load_failure_policy,
     load_mode,
     load_when,
+    tracing,
 )
 from kvkeep.connector.recoveries import log_policy
+from kvkeep.connector.request_trace import start_tracing
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
@@ -124,6 +126,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             self._context = SchedulerContext(
                 vllm_config, kv_cache_config, options, load_when(extra)
             )
+            self._context.tracing = start_tracing(tracing(extra))
             self.half = InactiveScheduler(self._context)
         else:
             siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 from kvkeep.vllm.step_loads import StepLoads
 from kvkeep.vllm.worker import find_here, is_alone, may_wait
 
+if TYPE_CHECKING:
+    from kvkeep.wire.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 2  # a little longer than vLLM sleeps when it has nothing to compute
@@ -57,6 +60,7 @@ class SchedulerContext:
     load_when: LoadWhen = "faster"
     tables: versions.BlockTables = field(default_factory=versions.BlockTables)
     block_pool: Any = None
+    tracing: Tracing | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +110,9 @@ class SchedulerConnector:
         self._costs = CostModel(context.load_when)
         self._world_size = world_size = config.parallel_config.world_size
         policy = config.kv_transfer_config.kv_load_failure_policy
-        self.planner = CachePlanner(self._adapter, self._layout, world_size, self._costs, policy)
+        self.planner = CachePlanner(
+            self._adapter, self._layout, world_size, self._costs, policy, context.tracing
+        )
         self._requests: dict[str, VllmRequest] = {}
         self._running: set[str] = set(running)  # all of vLLM's requests, also those not cached
         # The only worker, if it is in this process: it hands over what has ended without a step.
@@ -216,6 +222,7 @@ class SchedulerConnector:
             prompt_tokens=request.num_prompt_tokens,
             tokens=tokens_that_say_all(request),
             adapter=request.lora_request.lora_name if request.lora_request else "",
+            trace_headers=getattr(request, "trace_headers", None),
         )
         self.planner.arrive(state)
         self._requests[request.request_id] = state

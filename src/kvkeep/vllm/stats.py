@@ -35,6 +35,7 @@ COUNTERS = {
     "withdrawn_blocks": "Blocks that the engine reused before they were copied.",
     "lookups": "Lookups sent.",
     "lookup_failures": "Lookups that a request waited for without an answer in time.",
+    "dropped_spans": "Spans of traced requests that were not exported.",
     "faults": "Errors inside the connector that were caught.",
 }
 GAUGES = {

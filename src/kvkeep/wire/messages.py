@@ -52,6 +52,10 @@ then ask again: a new Lookup with a lease of its own. Prefetch asks for blocks t
 without a lookup. Only a client that knows the capability sends these fields and messages, and only
 a client that sends patience gets those of Found.
 
+**Traces.** A server with the capability "traces" exports spans of its work to a collector. A client
+that traces a request sends the place of its own span with the Lookup, PrepareStore and
+CompleteStore that belong to it, so that both sides' spans are in one trace.
+
 **Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32,
 checksums uint64 (block after block, a block's shards together). Lists have at most 65,536 items:
 one message must not keep the others waiting."""
@@ -71,6 +75,7 @@ SHARED_MEMORY, NETWORK = "shared_memory", "network"
 LOADED_TOKENS = "loaded_tokens"  # the server takes them in Release
 REPORTS = "reports"  # the server takes ReportRequests
 TIERS = "tiers"  # announced only by a server that has a tier: it takes patience and Prefetch
+TRACES = "traces"  # announced only by a server that exports spans: it takes `trace`
 SEVERAL_SHARDS = "several_shards"  # the server takes them in OpenLayout and PrepareStore
 CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS, REPORTS, SEVERAL_SHARDS)
 
@@ -80,9 +85,11 @@ SCHEDULER = "scheduler"  # the role of sessions whose lookups are explained to o
 MAX_PARTS, MAX_PART_NAME_CHARS, MAX_PART_CHARS, MAX_ROLE_CHARS = 64, 64, 512, 64
 MAX_REPORTS, MAX_RUNS, MAX_REQUEST_CHARS = 256, 64, 128
 MAX_LOOKUPS, PROBE_BYTES = 4, 8
+MAX_TRACE_CHARS = 55  # of a W3C traceparent
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
 Shards = Annotated[list[int], msgspec.Meta(max_length=MAX_FURTHER_SHARDS)]
+Trace = Annotated[str, msgspec.Meta(max_length=MAX_TRACE_CHARS)]
 Parts = Annotated[
     dict[
         Annotated[str, msgspec.Meta(max_length=MAX_PART_NAME_CHARS)],
@@ -140,8 +147,8 @@ class OpenLayout(Message, frozen=True):
 class Lookup(Message, frozen=True):
     """Asks for the longest ready prefix. `patience_ms` is how long the client is willing to wait for
     blocks that come from a tier; the answer never waits for them. `found_before` says that the same
-    question is asked again: how many blocks its last answer counted. Answered by Found; the lease
-    has this request's number."""
+    question is asked again: how many blocks its last answer counted. `trace` is the span that asks,
+    as a W3C traceparent. Answered by Found; the lease has this request's number."""
 
     tenant: str
     layout: int
@@ -149,6 +156,7 @@ class Lookup(Message, frozen=True):
     skip: int = 0
     patience_ms: int = 0
     found_before: int = -1
+    trace: Trace = ""
 
 
 class Prefetch(Message, frozen=True):
@@ -212,7 +220,7 @@ class Finish(Message, frozen=True):
 
 class PrepareStore(Message, frozen=True):
     """Asks for slots for one shard of a run of blocks, or for it and `further_shards`, in ascending
-    order. Answered by Prepared; the write has this request's number."""
+    order. `trace` is as in Lookup. Answered by Prepared; the write has this request's number."""
 
     tenant: str
     layout: int
@@ -222,14 +230,16 @@ class PrepareStore(Message, frozen=True):
     priority: int = 50
     ttl_ms: int = 0
     further_shards: Shards = []
+    trace: Trace = ""
 
 
 class CompleteStore(Message, frozen=True):
     """The bytes are in their slots; `checksums` is one uint64 for each shard of each block written.
-    Answered by Done."""
+    `trace` is as in Lookup. Answered by Done."""
 
     write: int
     checksums: bytes
+    trace: Trace = ""
 
 
 class AbandonStore(Message, frozen=True):
