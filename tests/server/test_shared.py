@@ -13,7 +13,8 @@ from kvkeep.server.shared import Shared
 from kvkeep.server.startup import SharedFiles
 from kvkeep.store.layouts import Layout
 from kvkeep.store.store import Store
-from kvkeep.tiers.mover import Find, Job, Mover, Result
+from kvkeep.tiers.clear_log import Entry, chained
+from kvkeep.tiers.mover import Find, Job, Mover, Result, SyncClears
 from kvkeep.tiers.opening import SharedPlace
 from kvkeep.tiers.summaries import Shown
 from kvkeep.wire.pool_files import Watch
@@ -111,6 +112,40 @@ def test_a_process_that_cannot_be_started_is_tried_again(world: World) -> None:
     assert world.tier.revive(7)
 
 
+def read_log(world: World, *entries: Entry, after: int = 0) -> tuple[SyncClears, list[str]]:
+    """The job that reads the log of clears, and the tenants that are heard of when it answers."""
+    taken = world.tier.take_records(1)
+    assert taken is not None
+    job, planned = taken
+    assert isinstance(job, SyncClears)
+    world.tier.wrote(planned, Result(1, clears=list(entries), after=after))
+    return job, world.tier.take_heard()
+
+
+def test_a_log_that_the_tier_has_lost_is_noted_again_and_heard_once(world: World) -> None:
+    first, second, third = Entry("a", "1"), Entry("b", "2"), Entry("c", "3")
+    assert read_log(world, first, second)[1] == ["a", "b"]
+    job, heard = read_log(world, after=2)
+    assert (job.after, job.carried_out, heard) == (2, 2, [])
+    assert job.digest == chained(chained("", first), second)
+    assert read_log(world, third)[1] == ["c"], "another log: the tier was started again, empty"
+    job, heard = read_log(world, first, second, after=1)
+    assert job.clears == [first, second] and heard == [], "they were carried out here"
+    job, _ = read_log(world, after=3)
+    assert job.carried_out == 3 and job.clears == []
+
+
+def test_the_next_server_carries_out_a_log_that_is_not_the_one_it_knows(tmp_path: Path) -> None:
+    before = World(tmp_path)
+    read_log(before, Entry("a", "1"), Entry("b", "2"))
+    before.tier.take_records(1)  # notes that both were carried out
+    assert read_log(World(tmp_path), Entry("a", "1"), Entry("b", "2"))[1] == []
+    assert read_log(World(tmp_path), Entry("c", "3"), Entry("b", "2"))[1] == ["c", "b"]
+    assert read_log(World(tmp_path), Entry("c", "3"))[1] == ["c"], "a shorter one"
+    job, _ = read_log(World(tmp_path))
+    assert (job.after, job.carried_out) == (0, 0), "nothing is confirmed before it was read"
+
+
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Layout, Shown]:
     """A tier whose map is known, and has nothing."""
@@ -152,3 +187,16 @@ def test_no_request_waits_for_what_the_tier_surely_lacks(
     shown.clear()
     unknown = asks(5)
     assert unknown is not None and not unknown.is_doubtful, "nothing is known of other hosts"
+
+
+def test_what_the_tier_has_lost_is_to_be_written_again(known: tuple[World, Layout, Shown]) -> None:
+    world, layout, shown = known
+    shown.bits[:] = 0xFF
+    keys = b"".join(bytes([number]) * 16 for number in range(1, 5))
+    for found, is_known in ((4, 4), (1, 1), (4, 4)):
+        promotion = Promotion("tenant", layout, keys, None, 0, 0)
+        assert world.tier.ask(5, promotion) is not None
+        setbacks = world.tier.setbacks
+        world.tier.answered(promotion, Result(5, found=found))
+        assert world.tier.known("tenant", layout, keys) == is_known
+        assert world.tier.setbacks - setbacks == (found < 4), "chains are looked at again"

@@ -39,7 +39,7 @@ from kvkeep.server.lower_tier import Hit, LowerTier, Planned, Promotion, ReadJob
 from kvkeep.store.layouts import Layout
 from kvkeep.store.plans import NORMAL_PRIORITY
 from kvkeep.store.tree import key_at
-from kvkeep.tiers.clear_log import ALL, Entry
+from kvkeep.tiers.clear_log import ALL, Entry, chained
 from kvkeep.tiers.mover import MOST_CLEARS, Fetch, Find, Job, Mover, Result, Share, SyncClears
 from kvkeep.tiers.summaries import Shown, words_of
 from kvkeep.wire.pool_files import Watch
@@ -122,12 +122,16 @@ class Shared(LowerTier):
         self._heard: list[str] = []  # tenants that others cleared, to be cleared here
         self._is_clearing_heard = False  # those that were taken
         self._generations: dict[str, int] = {}  # by digest of a tenant, or ALL
-        self._read_to = 0  # the number of the last entry that was read
+        self._entries: list[Entry] = []  # of the log, as far as it was read
+        self._digest = ""  # of these
         self._read_s = -_CLEARS_HOLD_S  # as of when all entries are known
         self._is_syncing = False
         self._kept = kept
-        self._host, carried_out = _load(kept)
+        self._host, carried_out, digests = _load(kept)
         self._carried_out = carried_out.get(name, 0)  # entries of the log, in memory and on disks
+        self._carried_digest = digests.get(name, "")  # of these
+        self._unproven: list[str] = []  # tenants in them, until the log proves to be the same
+        self._known_before: set[Entry] = set()  # carried out, of a log that the tier has lost
         self._awaited = 0  # our last clear, unless all hosts have confirmed it
         self._await_until_s = 0.0
         self._lacking: list[str] = []  # hosts that have not confirmed it
@@ -185,6 +189,9 @@ class Shared(LowerTier):
         self._there.add(before.place, keys[: found * KEY_BYTES])
         if key := key_at(keys, found):
             self._miss(before.place, key)
+            if self._there.leading(before.place, key):  # it was evicted: to be written again
+                self._there.remove(before.place, keys[found * KEY_BYTES :])
+                self.setbacks += 1
         took_ms = 1000 * result.seconds
         self.times["ask"].add(1000 * took_ms)
         self.ask_ms = 0.8 * self.ask_ms + 0.2 * took_ms if self.ask_ms else took_ms
@@ -312,7 +319,7 @@ class Shared(LowerTier):
             if planned.awaited and planned.awaited == self._awaited:
                 self._lacking = result.lacking
                 self._awaited = self._awaited if self._lacking else 0
-            self._take_clears(planned, result.clears)
+            self._take_clears(planned, result)
             return
         assert isinstance(planned, SharedWrite)
         kept = np.frombuffer(result.good, np.uint8)
@@ -349,19 +356,48 @@ class Shared(LowerTier):
     def heard_is_cleared(self) -> None:
         self._is_clearing_heard = False
 
-    def _take_clears(self, syncing: _Syncing, clears: list[Entry]) -> None:
+    def _take_clears(self, syncing: _Syncing, result: Result) -> None:
         self._is_syncing = False
-        for each in clears:
-            self._read_to += 1
-            self._generations[each.name] = self._read_to
+        if result.after < len(self._entries):
+            self._begin_log_anew(result.clears)
+        for each in result.clears:
+            self._entries.append(each)
+            self._digest = chained(self._digest, each)
+            number = len(self._entries)
+            self._generations[each.name] = number
             if each in self._clears:
                 self._clears.remove(each)
-                self._awaited = self._read_to
+                self._awaited = number
                 self._await_until_s = time.monotonic() + _CONFIRMED_WITHIN_S
-            elif self._read_to > self._carried_out:
+            elif number > self._carried_out and each not in self._known_before:
                 self._heard.append(each.name)
-        if len(clears) < MOST_CLEARS:
+            else:
+                self._unproven.append(each.name)
+            if number == self._carried_out:
+                self._prove(self._digest == self._carried_digest)
+        if len(result.clears) < MOST_CLEARS:
+            self._prove(len(self._entries) >= self._carried_out)
             self._read_s = syncing.began_s
+
+    def _prove(self, is_same: bool) -> None:
+        """Whether the log is the one of which clears were carried out here. If not, those that seemed
+        to be are heard."""
+        if not is_same:
+            self._heard += self._unproven
+            self._carried_out = 0
+        self._unproven.clear()
+
+    def _begin_log_anew(self, clears: list[Entry]) -> None:
+        """The tier has lost its log, or a part. What it has now counts, and gets what it lacks."""
+        log.warning("%s %s has lost clears of tenants: they are noted again", self.kind, self.name)
+        awaited = self._entries[self._awaited - 1 : self._awaited] if self.is_clearing else []
+        lost = [each for each in self._entries if each not in clears or each in awaited]
+        self._clears = lost + [each for each in self._clears if each not in lost]
+        self._known_before |= set(self._entries[: self._carried_out])
+        self._entries, self._digest = [], ""
+        self._generations.clear()
+        self._carried_out = self._awaited = 0
+        self._read_s = -_CLEARS_HOLD_S
 
     @property
     def has_to_tidy(self) -> bool:
@@ -374,17 +410,19 @@ class Shared(LowerTier):
         if self._is_syncing:
             return None
         is_cleared = not (self._heard or self._is_clearing_heard)
-        if self._read_to > self._carried_out and is_cleared:
-            self._carried_out = self._read_to
-            _save(self._kept, _Kept(self._host, {self.name: self._carried_out}))
+        if len(self._entries) > self._carried_out and is_cleared:
+            self._carried_out, self._carried_digest = len(self._entries), self._digest
+            carried_out, digests = {self.name: self._carried_out}, {self.name: self._digest}
+            _save(self._kept, _Kept(self._host, carried_out, digests))
         self._is_syncing = True
         job = SyncClears(
             number,
-            self._read_to,
+            len(self._entries),
             self._clears[:],
             self._host,
-            self._carried_out,
+            min(self._carried_out, len(self._entries)),
             self._awaited,
+            self._digest,
         )
         return job, _Syncing(time.monotonic(), self._awaited)
 
@@ -457,28 +495,36 @@ class RecentKeys:
         known = (self._tables[0][at] == words) | (self._tables[1][at] == words)
         return int(np.argmin(np.append(known, False)))
 
+    def remove(self, place: str, keys: bytes) -> None:
+        """The tier lacks these."""
+        words = words_of(place, keys)
+        at = (words & self._mask).view(np.int64)
+        for table in self._tables:
+            table[at[table[at] == words]] = 0
+
     def forget(self) -> None:
         """Knows nothing any more."""
         self._tables = [np.zeros_like(table) for table in self._tables]
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What the next server needs: by which name other hosts know this one, and how many clears were
-    carried out here, by tier."""
+    """What the next server needs: by which name other hosts know this one, how many clears were
+    carried out here, and their digest, by tier."""
 
     host: str
     carried_out: dict[str, int]
+    digests: dict[str, str] = {}
 
 
-def _load(path: Path) -> tuple[str, dict[str, int]]:
+def _load(path: Path) -> tuple[str, dict[str, int], dict[str, str]]:
     """A new host if it cannot be read: then all clears of the log are carried out again."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        return kept.host, kept.carried_out
+        return kept.host, kept.carried_out, kept.digests
     name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:_MOST_HOST_CHARS]
     host = f"{name or 'host'}-{secrets.token_hex(4)}"
     _save(path, _Kept(host, {}))
-    return host, {}
+    return host, {}, {}
 
 
 def _save(path: Path, content: _Kept) -> None:

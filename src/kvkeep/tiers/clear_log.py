@@ -4,18 +4,22 @@ carried that out.
     v1/control/clears/1    {"tenant": digest, "token": ...}
     v1/control/clears/2    ...
     v1/control/hosts/1     a host that uses the tier
-    v1/control/done/<host>/2    that host has carried out clear 2, and all before it
+    v1/control/done/<host>/2-<digest>    that host has carried out clear 2, and all before it
 
 An entry is written once and stays (`SharedLog`). A tenant's generation is the number of the last entry that names
 it, or ALL; it is part of the names of its blocks. So what was stored before a clear is found no more,
 and neither is what a late or cut-off host still writes under an old generation.
 
-A service that evicts may lose entries. Each process that knows one writes it again."""
+A service may lose entries: it evicts, or starts again empty. So every reading looks whether the last
+entry is still what it was. If not, the process reads the log anew and appends what it lacks, one
+entry after the other. What is on the tier by then stays, so numbers may change; a digest of the log
+up to a number tells whether two readers mean the same by it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -28,7 +32,8 @@ _DONE = "v1/control/done"
 _MOST_DONE = 64  # entries of one reading that are confirmed one by one
 _ENTRY_BYTES = 128
 _AT_ONCE = 64
-_CHECK_EVERY = 60  # readings
+_CHECK_EVERY = 60  # readings: then all entries are compared
+_DIGEST_BYTES = 16
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +44,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     token: str = ""
 
 
+def chained(digest: str, entry: Entry) -> str:
+    """The digest of a log that has this entry after those of that digest; "": after none."""
+    content = digest.encode() + msgspec.json.encode(entry)
+    return blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+
+
 class SharedLog:
     """Entries in an order on which all hosts agree, as far as this process has read them. Calls
     block."""
@@ -47,6 +58,8 @@ class SharedLog:
         self._place = place
         self._tier = tier
         self._known: list[Entry] = []
+        self._digests = [""]  # up to each number
+        self._lost: list[Entry] = []  # to be appended again
         self._lock = threading.Lock()
         self._readings = 0
 
@@ -54,12 +67,24 @@ class SharedLog:
         """Appends these, unless they are there, and returns all entries after number `after`."""
         with self._lock:
             self._readings += 1
-            if self._readings % _CHECK_EVERY == 0:
-                self._write_again()
+            if self._readings % _CHECK_EVERY == 0 or self._has_lost_its_end():
+                self._read_anew()
             self._read()
+            while self._lost:
+                self._append(self._lost[0])
+                del self._lost[0]
             for entry in entries:
                 self._append(entry)
             return self._known[after:]
+
+    def digest(self, number: int) -> str | None:
+        """Of all entries up to that number. None: there are fewer."""
+        with self._lock:
+            return self._digests[number] if number < len(self._digests) else None
+
+    def mark(self, number: int) -> str:
+        """A name of that entry, which no entry of another log has."""
+        return f"{number}-{self.digest(number)}"
 
     def generations(self, tenant: str) -> list[int]:
         """All generations that a tenant has had, the present one last."""
@@ -88,6 +113,7 @@ class SharedLog:
                     self._check_gone(part.name)
                     return
                 self._known.append(_decode(bytes(part.views[0])))
+                self._digests.append(chained(self._digests[-1], self._known[-1]))
             if count < at_once:
                 return
             at_once = _AT_ONCE
@@ -101,19 +127,33 @@ class SharedLog:
                 "use the same release on all hosts",
             )
 
-    def _write_again(self) -> None:
-        """Restores entries that a service has evicted."""
-        parts = [
-            _part(self._place, number, each) for number, each in enumerate(self._known, start=1)
-        ]
-        if self._tier.leading([part.name for part in parts]) < len(parts):
-            self._tier.write(parts)
+    def _has_lost_its_end(self) -> bool:
+        """Whether the last entry is not what it was."""
+        if not self._known:
+            return False
+        number = len(self._known)
+        written, read = _part(self._place, number, self._known[-1]), _part(self._place, number)
+        return self._tier.read([read]) != [_ENTRY_BYTES] or read.views[0] != written.views[0]
+
+    def _read_anew(self) -> None:
+        """What is on the tier counts. What it lacks is noted."""
+        known, digests = self._known, self._digests
+        self._known, self._digests = [], [""]
+        try:
+            self._read()
+        except TierError:
+            self._known, self._digests = known, digests
+            raise
+        self._lost += [each for each in known if each not in self._known]
 
 
 class Hosts:
-    """The hosts that use a shared tier, and what they have carried out."""
+    """The hosts that use a shared tier, and what they have carried out. `mark` names an entry of the
+    log of clears."""
 
-    def __init__(self, tier: Tier, host: str) -> None:
+    def __init__(self, tier: Tier, host: str, mark: Callable[[int], str] = str) -> None:
+        self._mark = mark
+        self._confirmed_mark = ""
         self._tier = tier
         self._host = host
         self._log = SharedLog(tier, HOSTS)
@@ -123,11 +163,14 @@ class Hosts:
         """Tells the other hosts that this one has carried out the clears up to that number."""
         if self._confirmed < 0:
             self._log.sync([Entry(self._host)], 0)
+        if self._confirmed > 0 and self._mark(self._confirmed) != self._confirmed_mark:
+            self._confirmed = 0  # it was another log
         first = max(self._confirmed, carried_out - _MOST_DONE) + 1
         if first <= carried_out:
-            numbers = range(first, carried_out + 1)
-            self._tier.write([Part(_done(self._host, n), [memoryview(b"1")]) for n in numbers])
+            marks = [self._mark(number) for number in range(first, carried_out + 1)]
+            self._tier.write([Part(_done(self._host, mark), [memoryview(b"1")]) for mark in marks])
         self._confirmed = max(carried_out, 0)
+        self._confirmed_mark = self._mark(self._confirmed)
 
     def names(self) -> list[str]:
         """All hosts, this one among them."""
@@ -138,13 +181,13 @@ class Hosts:
         hosts = [each.name for each in self._log.sync([], 0) if each.name != self._host]
         # Read, not only looked up: what does not verify confirms nothing.
         found = self._tier.read(
-            [Part(_done(host, number), [memoryview(bytearray(1))]) for host in hosts]
+            [Part(_done(host, self._mark(number)), [memoryview(bytearray(1))]) for host in hosts]
         )
         return [host for host, nbytes in zip(hosts, found, strict=True) if nbytes != 1]
 
 
-def _done(host: str, number: int) -> str:
-    return f"{_DONE}/{host}/{number}"
+def _done(host: str, mark: str) -> str:
+    return f"{_DONE}/{host}/{mark}"
 
 
 def _part(place: str, number: int, clear: Entry | None = None) -> Part:

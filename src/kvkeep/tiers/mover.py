@@ -141,8 +141,9 @@ class Share(msgspec.Struct, frozen=True, tag=True):
 
 class SyncClears(msgspec.Struct, frozen=True, tag=True):
     """Appends these clears to a shared tier's log, unless they are there, and asks for all entries
-    after number `after`. Tells other hosts that this `host` has carried out the clears up to a
-    number, and asks which ones have not carried out number `awaited`, unless that is 0."""
+    after number `after`; for all entries if the log up to there has another `digest`. Tells other
+    hosts that this `host` has carried out the clears up to a number, and asks which ones have not
+    carried out number `awaited`, unless that is 0."""
 
     number: int
     after: int
@@ -150,6 +151,7 @@ class SyncClears(msgspec.Struct, frozen=True, tag=True):
     host: str
     carried_out: int
     awaited: int = 0
+    digest: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -181,8 +183,8 @@ class Result(msgspec.Struct, frozen=True):
     read. A block that was read and does not match its checksum is no error. A Result with an error
     may still have good blocks if the job was a Read; it promises nothing about the record of a
     Write or Append. `seconds`: since its first byte was moved. `found` answers a Find, `checksums`
-    a Fetch: a row for each block, a column for each shard; `clears` a SyncClears,
-    together with the hosts that are `lacking` and the tier's `usage`: blocks, bytes that they take,
+    a Fetch: a row for each block, a column for each shard; `clears` a SyncClears, from the one behind
+    number `after` on, together with the hosts that are `lacking` and the tier's `usage`: blocks, bytes that they take,
     bytes that there is room for."""
 
     number: int
@@ -194,6 +196,7 @@ class Result(msgspec.Struct, frozen=True):
     clears: list[Entry] = []
     lacking: list[str] = []
     usage: tuple[int, int, int] = (0, 0, 0)
+    after: int = 0
 
 
 Job = Write | Read | Check | Append | Compact | Find | Fetch | Share | SyncClears

@@ -69,6 +69,7 @@ class _Moving:
     left: int = 0
     found: int = 0
     clears: list[Entry] = field(default_factory=list)
+    after: int = 0  # the number before the first of them
     lacking: list[str] = field(default_factory=list)
     usage: tuple[int, int, int] = (0, 0, 0)
     error: str = ""
@@ -260,14 +261,17 @@ class SharedProcess:
             time.sleep(_SUMMARIES_S)
 
     def _sync(self, moving: _Moving, job: SyncClears) -> None:
-        self._hosts = self._hosts or Hosts(self._tier, job.host)
-        moving.clears = self._log.sync(job.clears, job.after)
+        self._hosts = self._hosts or Hosts(self._tier, job.host, self._log.mark)
+        known = self._log.sync(job.clears, 0)
+        is_same = self._log.digest(job.after) == job.digest
+        moving.after = job.after if is_same else 0
+        moving.clears = known[moving.after :]
         is_first = not self._is_listed
-        self._hosts.confirm(job.carried_out)
+        self._hosts.confirm(job.carried_out if is_same else 0)
         self._is_listed = True
         if is_first:
             threading.Thread(target=self._summarize, args=(job.host,), daemon=True).start()
-        if job.awaited:
+        if job.awaited and is_same:
             moving.lacking = self._hosts.lacking(job.awaited)
         usage = self._tier.usage()
         moving.usage = usage.blocks, usage.used_bytes, usage.capacity_bytes
@@ -296,6 +300,7 @@ class SharedProcess:
             moving.clears[:MOST_CLEARS],
             moving.lacking,
             moving.usage,
+            moving.after,
         )
         with self._sending:
             self._socket.sendall(frame_of(result))
