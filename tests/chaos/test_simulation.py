@@ -27,6 +27,7 @@ QUICK_MUTANTS = {
     "skip-fence": {"wrong_bytes"},
     "forget-disk-lease": {"leaked_leases"},
     "keep-promotions": {"leaked_blocks", "leaked_leases"},
+    "confirm-unheard": {"broken_rules"},
 }
 
 

@@ -3,10 +3,14 @@
 plan.py         engines, requests and faults, drawn from a seed
 run.py          a run of a plan
 client.py       an engine process
-server.py       the server process
+server.py       the server process of a host
 network.py      connections between them
 sockets.py      the sockets that these use
+mover.py        a tier's process, as the server sees it
 disk.py         the disk below the server
+shared.py       the tier that several hosts share
+shared_service.py  the service behind it
+probe.py        whether hosts share blocks when the faults are over
 faults.py       faults at a moment of the run
 checks.py       what must hold
 truth.py        the expected bytes of every block

@@ -55,6 +55,8 @@ class Checks:
             except AssertionError as error:
                 raise Violation("broken_rules", f"the store contradicts itself: {error}") from error
             self._check_ready_blocks()
+            if self._server.shared is not None:
+                self._server.shared.check_memory(self._server.store)
         for client in self._clients:
             self._check_client(client)
 
@@ -100,7 +102,7 @@ class Checks:
             return  # memory of its own, or of a pool that is gone
         self._check_holder(client.process.name, place[1], is_store)
 
-    def before_disk_copy(self, slot: int, is_write: bool) -> None:
+    def before_tier_copy(self, slot: int, is_write: bool) -> None:
         """The mover owns the slots that it writes to and reads from."""
         if self._server.is_up:
             self._check_holder("the mover", slot, is_write)
@@ -243,8 +245,8 @@ class Checks:
         return writes + ([f"{evicting} blocks are evicting"] if evicting else [])
 
     def moving(self) -> list[str]:
-        """What is on its way to or from the disk. Likewise."""
-        return self._server.disk.left() if self._server.disk else []
+        """What is on its way to or from the tier. Likewise."""
+        return self._server.tier.left() if self._server.tier else []
 
     def strays(self) -> list[str]:
         """Sessions that nobody has. Empty when those that are silent have timed out."""

@@ -1,6 +1,6 @@
 """The disk of a chaos run: the shipped movement, index, log and mover over simulated files.
 
-    Movement ──► ChaosMover ──► the shipped MoverProcess, a step at a time ──► ChaosFiles ──► files
+    Movement ──► DiskMover ──► the shipped MoverProcess, a step at a time ──► ChaosFiles ──► files
 
 The files outlive servers, and lose in a power cut what was not synced. A mover ends with its server,
 in the middle of a copy."""
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,9 +23,10 @@ from kvkeep.store.table import READY
 from kvkeep.tiers.disk_files import DiskFiles
 from kvkeep.tiers.disk_index import _SESSION, DiskIndex
 from kvkeep.tiers.memory import Pool
-from kvkeep.tiers.mover import Job, Read, Result, Write, _flight_of, _InFlight
+from kvkeep.tiers.mover import Job, Read, Result, Write
 from kvkeep.tiers.mover_process import MappedPool, MoverProcess, _Moving, describe
 from kvkeep.wire.messages import PoolPlace
+from kvkeep_lab.chaos.mover import ChaosMover
 from kvkeep_lab.chaos.plan import DiskItem
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.simulation.disk import SimulatedFile
@@ -38,10 +38,7 @@ _LOG_BYTES = 1 << 17
 _STEP_US = (20, 500)
 _SLOW_US = (5_000, 400_000)
 _STALLS_US = (300_000, 1 << 60, 1 << 60)  # from the last ones no disk comes back
-_DYING_US = (1_000, 400_000)
 _WORKERS = 2
-_JOB_BYTES = 2 * 4096
-_MOST_BYTES = 16 * 4096
 _TODAY_MS = 1_700_000_000_000
 _FAULT = "an internal error; the server's log has it"
 
@@ -104,7 +101,7 @@ class _Process(MoverProcess):
     """The shipped mover. Its threads are steps, which its owner takes."""
 
     def __init__(
-        self, pool: MappedPool, disk: ChaosFiles, answer: Callable[[_Moving, Result], None]
+        self, pool: MappedPool, disk: ChaosFiles, answer: Callable[[Result], None]
     ) -> None:
         super().__init__(pool, disk, None)  # type: ignore[arg-type]
         self._give = answer
@@ -158,11 +155,11 @@ class _Process(MoverProcess):
     def _answer(self, moving: _Moving) -> None:
         if moving.error and not isinstance(moving.job, Read):
             moving.good[:] = 0
-        self._give(moving, Result(moving.job.number, moving.error, moving.good.tobytes()))
+        self._give(Result(moving.job.number, moving.error, moving.good.tobytes()))
 
 
-class ChaosMover:
-    """In the place of `Mover`. Its process goes on while the server is paused."""
+class DiskMover(ChaosMover):
+    """With the process of a disk, whose threads are steps."""
 
     def __init__(
         self,
@@ -173,90 +170,21 @@ class ChaosMover:
         files: ChaosFiles,
         chance: random.Random,
     ) -> None:
-        self.job_bytes = _JOB_BYTES
-        self.problem = ""
-        self.is_dead = False
-        self.after_result: Callable[[], None] = lambda: None
-        self.before_copy: Callable[[int, bool], None] = lambda slot, is_write: None
-        self._most_bytes = _MOST_BYTES
-        self._simulation = simulation
+        super().__init__(simulation, pool, chance)
         self._rates = rates
         self._record = record
-        self._random = chance
-        self._pool = pool
-        self._process = _Process(pool, files, self._take)
-        self._jobs: dict[int, tuple[_InFlight, int]] = {}  # and since when
-        self._results: deque[Result] = deque()
+        self._process = _Process(pool, files, self._answered)
         self._workers = 0
         self._stalled_until_us = 0
 
-    @property
-    def in_flight_bytes(self) -> int:
-        return sum(flight.nbytes for flight, _ in self._jobs.values())
-
-    @property
-    def can_read(self) -> bool:
-        return self._has_room("read", self.job_bytes)
-
-    @property
-    def can_write(self) -> bool:
-        return self._has_room("write", self.job_bytes)
-
-    @property
-    def oldest_s(self) -> float:
-        first = min((since for _, since in self._jobs.values()), default=None)
-        return (self._simulation.now_us - first) / 1e6 if first is not None else 0.0
-
-    def fileno(self) -> int:
-        return -1
-
-    def send(self, job: Job) -> bool:
-        flight = _flight_of(job)
-        if not self._has_room(flight.kind, flight.nbytes):
-            return False
-        self._jobs[job.number] = flight, self._simulation.now_us
+    def _begin(self, job: Job) -> None:
         self._process.take(job)
         if self._workers < _WORKERS:
             self._workers += 1
             self._simulation.after(self._random.randint(*_STEP_US), self._work)
-        return True
 
-    def results(self) -> list[Result]:
-        found = [] if self.problem else list(self._results)
-        self._results.clear()
-        if self.is_dead:
-            found = [
-                Result(number, self.problem, bytes(flight.blocks))
-                for number, (flight, _) in self._jobs.items()
-            ]
-        for result in found:
-            del self._jobs[result.number]
-        return found
-
-    def kill(self, problem: str = "the mover was killed") -> None:
-        """It ends a little later: a process that waits for a disk does not end at once."""
-        if not self.problem:
-            self.problem = problem
-            self._simulation.after(self._random.randint(*_DYING_US), self.die)
-
-    def die(self) -> None:
-        """Now, in the middle of what it does."""
-        if not self.is_dead:
-            self._process.tear(self.before_copy, self._random)
-            self.is_dead = True
-            os.close(self._pool.lock)
-            self._pool.segments.close()
-            self._pool.segments.files.close()
-            self.after_result()
-
-    def close(self) -> bool:
-        self.problem = self.problem or "the mover was killed"
-        self.die()
-        return True
-
-    def _has_room(self, kind: str, nbytes: int) -> bool:
-        same = any(flight.kind == kind for flight, _ in self._jobs.values())
-        return not self.problem and (self.in_flight_bytes + nbytes <= self._most_bytes or not same)
+    def _end(self) -> None:
+        self._process.tear(self.before_copy, self._random)
 
     def _work(self) -> None:
         """A thread's turn."""
@@ -282,11 +210,10 @@ class ChaosMover:
             wait_us = self._random.randint(*_SLOW_US)
         self._simulation.after(wait_us, self._work)
 
-    def _take(self, moving: _Moving, result: Result) -> None:
+    def _answered(self, result: Result) -> None:
         since_us = self._jobs[result.number][1]
         seconds = (self._simulation.now_us - since_us) / 1e6
-        self._results.append(Result(result.number, result.error, result.good, seconds))
-        self.after_result()
+        self._take(Result(result.number, result.error, result.good, seconds))
 
 
 class ChaosDisk:
@@ -302,6 +229,8 @@ class ChaosDisk:
         seed: int,
     ) -> None:
         self.movement: Movement | None = None
+        self.before_copy: Callable[[int, bool], None] = lambda slot, is_write: None
+        self.after_result: Callable[[], None] = lambda: None
         self.promoted_blocks = self.written_blocks = 0  # in all lives
         self._simulation = simulation
         self._rates = rates
@@ -321,7 +250,7 @@ class ChaosDisk:
         return self.movement.disks[0].index
 
     @property
-    def mover(self) -> ChaosMover:
+    def mover(self) -> DiskMover:
         assert self.movement is not None
         mover: Any = self.movement.disks[0].mover
         return mover  # type: ignore[no-any-return]
@@ -344,7 +273,7 @@ class ChaosDisk:
         watch = pool.watch(_FIRST_MOVER)
         place = PoolPlace(str(pool.directory), str(watch.path), pool.segment_bytes, pool.pool_bytes)
         used = ChaosFiles(self._open_files(), self._rates, self._record, self._random)
-        mover: Any = ChaosMover(
+        mover: Any = DiskMover(
             self._simulation,
             self._rates,
             self._record,
@@ -352,6 +281,8 @@ class ChaosDisk:
             used,
             self._random,
         )
+        mover.before_copy = lambda slot, is_write: self.before_copy(slot, is_write)
+        mover.after_result = lambda: self.after_result()
         self._watch_index(index)
         self._watch_memory(store)
         disk = Disk("simulated disk", files, index, mover, watch, self._wall_ms)

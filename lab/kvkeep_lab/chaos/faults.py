@@ -28,6 +28,7 @@ _LONG_US = (200_000, 1_500_000)
 _TRY_AGAIN_US = 20_000
 _DRAIN_US = (1_000, 200_000)
 _PROVEN_COLUMNS = ("keys", "parent", "tenant", "layout", "check", "slot", "seal")
+_CUT_US = (200_000, 14_000_000)
 _JUMP_US = (500_000, 86_400_000_000)
 
 
@@ -114,10 +115,11 @@ class Faults:
     def _power_cut(self, chance: random.Random) -> bool:
         """The server's host is gone with all that was in memory, and what was not synced to its
         disk."""
-        if not self._server.is_up or self._server.disk is None:
+        if not self._server.is_up:
             return False
         self._server.crash()
-        self._server.disk.cut_power()
+        if self._server.disk is not None:
+            self._server.disk.cut_power()
         self._start_later(chance, fresh=True)
         for client in self._clients:
             if client.item.shared_memory and not client.process.dead:
@@ -126,13 +128,33 @@ class Faults:
         return True
 
     def _evicted_memory(self, chance: random.Random) -> bool:
-        """Memory loses all blocks, as if others had taken their place: only the disk has them."""
-        if not self._server.is_up or self._server.disk is None:
+        """Memory loses all blocks, as if others had taken their place: only the tier has them."""
+        if not self._server.is_up or self._server.tier is None:
             return False
         clear(self._server.store)
         for client in self._clients:
             client.commands.append(lambda engine, client=client: _forget(engine, client, chance))  # type: ignore[misc]
         return True
+
+    # -- the shared tier
+
+    def _service_restart(self, chance: random.Random) -> bool:
+        """It begins empty: hosts tell each other anew what was cleared."""
+        if self._server.shared is None:
+            return False
+        self._server.shared.service.empty()
+        return True
+
+    def _cut_off(self, chance: random.Random) -> bool:
+        """The host does not reach the service: it is refused, or hears nothing."""
+        if self._server.shared is None:
+            return False
+        medium, now_us = self._server.shared.medium, self._simulation.now_us
+        medium.cut_until_us = now_us + chance.randint(*_CUT_US)
+        medium.is_silent = chance.random() < 0.5
+        return True
+
+    # -- the server's process
 
     def _server_restart(self, chance: random.Random) -> bool:
         if not self._server.is_up:
@@ -239,8 +261,8 @@ class Faults:
                 )
         except RequestError:  # it does not fit what others were promised, or what the tenant was
             return False
-        if self._server.disk is not None and self._server.disk.movement is not None:
-            self._server.disk.movement.follow_quotas([tenant])
+        if self._server.tier is not None and self._server.tier.movement is not None:
+            self._server.tier.movement.follow_quotas([tenant])
         return True
 
     def _clear(self, chance: random.Random) -> bool:
@@ -248,8 +270,8 @@ class Faults:
             return False
         names = sorted(tenant.name for tenant in self._server.store.tenants)
         tenant = chance.choice(names) if names and chance.random() < 0.5 else None
-        if self._server.disk is not None:
-            self._server.disk.clear(tenant)
+        if self._server.tier is not None:
+            self._server.tier.clear(tenant)
         clear(self._server.store, tenant)
         return True
 

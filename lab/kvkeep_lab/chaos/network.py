@@ -38,12 +38,17 @@ class ChaosNetwork:
     force."""
 
     def __init__(
-        self, simulation: Simulation, seed: int, rates: Mapping[str, float], record: Record
+        self,
+        simulation: Simulation,
+        seed: int,
+        rates: Mapping[str, float],
+        record: Record,
+        host: int = 0,
     ) -> None:
         self.simulation = simulation
         self.rates = dict(rates)
         self.record = record
-        self._random = random.Random(f"network {seed}")
+        self._random = random.Random(f"network {seed}{f' of host {host}' if host else ''}")
         self._numbers = itertools.count(1_000)
         self._open: dict[int, ChaosSocket | ChaosListener] = {}
         self._listeners: dict[int, ChaosListener] = {}  # by family

@@ -38,6 +38,20 @@ DISK_RATES: dict[str, tuple[float, ...]] = {
     "half_on_disk": (0.05, 0.3),
 }
 DISK_MOMENTS = ("power_cut", "evicted_memory")
+# Of a call of the service behind a shared tier, or of a value; in runs with several hosts.
+SERVICE_RATES: dict[str, tuple[float, ...]] = {
+    "slow_service": (0.02, 0.2),
+    "stalled_service": (0.0005, 0.003),
+    "failing_service": (0.01, 0.1),
+    "failing_delete": (0.5, 1.0),
+    "garbage_of_service": (0.02, 0.2),
+    "half_value": (0.02, 0.2),
+    "full_service": (0.05, 0.5),
+    "evicting_service": (0.002, 0.02),
+    "lost_write": (0.02, 0.2),
+    "late_write": (0.01, 0.1),
+}
+SERVICE_MOMENTS = ("service_restart", "cut_off")
 # At a moment, each so often.
 MOMENTS: dict[str, int] = {
     "server_crash": 3,
@@ -66,8 +80,17 @@ MOMENTS: dict[str, int] = {
 # Many faults of one kind, in this share of the runs: one alone rarely meets what it can harm.
 MANY: dict[str, tuple[int, float]] = {"quota_change": (12, 0.2), "torn_index": (3, 0.15)}
 _CROWDED_POOL_BLOCKS = 12  # in runs of many quotas: quotas matter only in a full pool
-FAULTS = (*RATES, *DISK_RATES, *MOMENTS, *DISK_MOMENTS, "full_pool")
+FAULTS = (
+    *RATES,
+    *DISK_RATES,
+    *SERVICE_RATES,
+    *MOMENTS,
+    *DISK_MOMENTS,
+    *SERVICE_MOMENTS,
+    "full_pool",
+)
 _WITH_DISK = 0.25  # of all seeds
+_WITH_HOSTS = 0.33  # of those without a disk
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,7 @@ class EngineItem:
     shared_memory: bool
     kept: bool
     longest_step_us: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +123,14 @@ class DiskItem:
     """A disk below the server. `patience` is that of all engines."""
 
     slabs: int
+    patience: str
+
+
+@dataclass(frozen=True)
+class HostsItem:
+    """Several hosts, and a tier that they share. `patience` is that of all engines."""
+
+    hosts: int
     patience: str
 
 
@@ -131,7 +163,7 @@ class Moment:
     seed: int
 
 
-Item = EngineItem | DiskItem | Arrival | Rate | Moment
+Item = EngineItem | DiskItem | HostsItem | Arrival | Rate | Moment
 
 
 @dataclass(frozen=True)
@@ -173,15 +205,17 @@ def draw(seed: int) -> Plan:
         if any(moment.fault == "quota_change" for moment in many):
             pool_blocks = min(pool_blocks, _CROWDED_POOL_BLOCKS)
         moments = sorted([*moments, *many], key=lambda moment: moment.at_ms)
-    return Plan(
+    below = _disk(seed, arrivals, duration_ms, calm)
+    plan = Plan(
         seed,
         tuple(cuts),
         pool_blocks,
         chance.choice((0.02, 0.1, 0.4)),
         chance.random() < 0.3,
         duration_ms,
-        (*engines, *arrivals, *rates, *moments, *_disk(seed, arrivals, duration_ms, calm)),
+        (*engines, *arrivals, *rates, *moments, *below),
     )
+    return plan if below else _on_hosts(plan, calm)
 
 
 def _disk(seed: int, arrivals: Sequence[Arrival], duration_ms: int, calm: bool) -> list[Item]:
@@ -208,6 +242,55 @@ def _disk(seed: int, arrivals: Sequence[Arrival], duration_ms: int, calm: bool) 
         *["clear"] * chance.choice((0, 0, 2)),
     ]
     return items + [
+        Moment(chance.randrange(duration_ms), fault, chance.randrange(1 << 30)) for fault in moments
+    ]
+
+
+def _on_hosts(plan: Plan, calm: bool) -> Plan:
+    """In some runs several hosts with a shared tier, its faults, and requests that come again later,
+    on any host. Everything takes longer: hosts hear of each other once a second, and some of what
+    they know holds for five. Moments and requests keep their order."""
+    chance = random.Random(f"hosts {plan.seed}")
+    if chance.random() >= _WITH_HOSTS:
+        return plan
+    hosts = chance.choice((2, 2, 3))
+    duration_ms = chance.choice((5_000, 12_000, 20_000))
+    items: list[Item] = []
+    engines = [item for item in plan.items if isinstance(item, EngineItem)]
+    for number in range(max(hosts, len(engines))):
+        engine = engines[number] if number < len(engines) else _engine(chance, 0)
+        items.append(replace(engine, host=number % hosts))
+    later = duration_ms / plan.duration_ms
+    for item in plan.items:
+        if isinstance(item, Arrival | Moment):
+            items.append(replace(item, at_ms=int(item.at_ms * later)))
+        elif isinstance(item, Rate):
+            items.append(item)
+    items.append(HostsItem(hosts, chance.choice(("wait", "wait", "timeout=50", "best_effort"))))
+    arrivals = [item for item in items if isinstance(item, Arrival)]
+    for arrival in chance.choices(arrivals, k=chance.choice((15, 40))):
+        at_ms = chance.randrange(arrival.at_ms, duration_ms)
+        items.append(replace(arrival, at_ms=at_ms, engine=chance.randrange(hosts)))
+    if not calm:
+        items += _service_faults(chance, duration_ms)
+    return replace(plan, duration_ms=duration_ms, items=tuple(items))
+
+
+def _service_faults(chance: random.Random, duration_ms: int) -> list[Item]:
+    few = chance.choice((0.0, 0.3, 0.7))
+    rates: list[Item] = [
+        Rate(fault, chance.choice(rates))
+        for fault, rates in SERVICE_RATES.items()
+        if chance.random() < few
+    ]
+    moments = [
+        *["cut_off"] * chance.choice((0, 1, 3)),
+        *["service_restart"] * chance.choice((0, 0, 1)),
+        *["power_cut"] * chance.choice((0, 1, 2)),
+        *["evicted_memory"] * chance.choice((4, 12, 30)),
+        *["clear"] * chance.choice((0, 2, 5)),
+    ]
+    return rates + [
         Moment(chance.randrange(duration_ms), fault, chance.randrange(1 << 30)) for fault in moments
     ]
 

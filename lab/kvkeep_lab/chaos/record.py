@@ -38,8 +38,11 @@ class Outcome:
     finished: int = 0  # the others ended with their engine
     hit_blocks: int = 0
     adopted_blocks: int = 0  # by servers after a crash
-    written_blocks: int = 0  # to the disk
+    hosts: int = 1
+    written_blocks: int = 0  # to the disk, or the shared tier
     promoted_blocks: int = 0  # from it
+    tier_hits: int = 0  # those of them that another host had written
+    clears: int = 0  # on a shared tier, of which an operator was told that they are complete
     events: int = 0
     simulated_ms: int = 0
     faults: dict[str, int] = field(default_factory=dict)

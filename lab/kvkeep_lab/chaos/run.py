@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shutil
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,20 @@ from kvkeep_lab.chaos.client import CLIENT_FILES, ChaosClient
 from kvkeep_lab.chaos.disk import ChaosDisk
 from kvkeep_lab.chaos.faults import Faults
 from kvkeep_lab.chaos.network import ChaosNetwork
-from kvkeep_lab.chaos.plan import Arrival, DiskItem, EngineItem, Moment, Plan, Rate
+from kvkeep_lab.chaos.plan import (
+    Arrival,
+    DiskItem,
+    EngineItem,
+    HostsItem,
+    Moment,
+    Plan,
+    Rate,
+)
+from kvkeep_lab.chaos.probe import Probe
 from kvkeep_lab.chaos.record import Outcome, Record, Violation
 from kvkeep_lab.chaos.server import ChaosServer
+from kvkeep_lab.chaos.shared import ChaosShared, Clears, in_simulated_time
+from kvkeep_lab.chaos.shared_service import SharedService
 from kvkeep_lab.chaos.truth import Truth
 from kvkeep_lab.simulation.simulation import Killed, Simulation
 
@@ -41,12 +55,14 @@ _SESSIONS_TIME_OUT_US = 11_000_000  # those that nobody attached to, too
 
 @dataclass(frozen=True)
 class Cluster:
-    """The parts of a run, for what happens in it beside its plan."""
+    """The parts of a run on one host, for what happens in it beside its plan."""
 
     simulation: Simulation
     server: ChaosServer
     clients: list[ChaosClient]
     checks: Checks
+    network: ChaosNetwork
+    faults: Faults
 
 
 class ChaosRun:
@@ -66,10 +82,12 @@ class ChaosRun:
         self._simulation = Simulation(plan.seed, plan.switch_chance, stops_in=stops_in)
         self.record = Record(self._simulation, detailed)
         self._truth = Truth()
-        rates = {item.fault: item.chance for item in plan.items if isinstance(item, Rate)}
-        self._network = ChaosNetwork(self._simulation, plan.seed, rates, self.record)
+        self._rates = {item.fault: item.chance for item in plan.items if isinstance(item, Rate)}
+        self._hosts: list[Cluster] = []
+        self._service: SharedService | None = None
+        self._clears = Clears()
         self._requests = 0
-        self._refused = 0
+        self._refused: Counter[int] = Counter()  # by host
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever is found is in the outcome."""
@@ -90,11 +108,14 @@ class ChaosRun:
         outcome = Outcome(self._plan.seed)
         sys.unraisablehook, before = _ignoring_the_killed(sys.unraisablehook), sys.unraisablehook
         gc.disable()  # what is found to be gone, and when, is no matter of the seed
+        simulated = ExitStack()
+        simulated.enter_context(in_simulated_time(self._simulation))
         try:
             self._set_up(directory)
             self._simulation.run(self._plan.duration_ms * 1000)
             self._settle()
-            outcome.finished = self._checks.answers()
+            self._probe()
+            outcome.finished = sum(host.checks.answers() for host in self._hosts)
             self._close()
         except Violation as violation:
             outcome.finding, outcome.violation = violation.finding, violation.text
@@ -109,72 +130,115 @@ class ChaosRun:
             outcome.simulated_ms = self._simulation.now_us // 1000
             outcome.story = list(self.record.story)
             self._simulation.close()
-            for client in self._clients:
-                client.clean_up()
-            if self._server.is_up:
-                self._server.stop(keep=False)
+            for host in self._hosts:
+                for client in host.clients:
+                    client.clean_up()
+                if host.server.is_up:
+                    host.server.stop(keep=False)
+            simulated.close()
             shutil.rmtree(directory, ignore_errors=True)
             gc.enable()
             sys.unraisablehook = before
         outcome.requests = self._requests
         outcome.events = self._simulation.steps + self.record.messages
         outcome.faults = dict(self.record.faults)
-        outcome.hit_blocks = self._server.hit_blocks
-        outcome.adopted_blocks = self._server.adopted_blocks
-        if self._server.disk is not None:
-            outcome.written_blocks = self._server.disk.written_blocks
-            outcome.promoted_blocks = self._server.disk.promoted_blocks
+        outcome.hosts = len(self._hosts)
+        outcome.clears = len(self._clears.complete)
+        for server in (host.server for host in self._hosts):
+            outcome.hit_blocks += server.hit_blocks
+            outcome.adopted_blocks += server.adopted_blocks
+            if server.tier is not None:
+                outcome.written_blocks += server.tier.written_blocks
+                outcome.promoted_blocks += server.tier.promoted_blocks
+            if server.shared is not None:
+                outcome.tier_hits += server.shared.hits
         return outcome
 
     def _set_up(self, directory: Path) -> None:
+        plan, simulation = self._plan, self._simulation
+        shares = [item for item in plan.items if isinstance(item, HostsItem)]
+        hosts = shares[0].hosts if shares else 1
+        if shares:
+            self._service = SharedService(simulation, self._rates, self.record, plan.seed)
+        engines = [item for item in plan.items if isinstance(item, EngineItem)]
+        for number in range(hosts):
+            numbered = [
+                (at, item) for at, item in enumerate(engines) if item.host % hosts == number
+            ]
+            self._add_host(number, numbered, directory)
+        for item in plan.items:
+            if isinstance(item, Arrival):
+                simulation.at(item.at_ms * 1000, lambda item=item: self._arrive(item))  # type: ignore[misc]
+            elif isinstance(item, Moment):
+                simulation.at(item.at_ms * 1000, lambda item=item: self._carry_out(item))  # type: ignore[misc]
+        self._prepare(self._hosts[0])
+
+    def _add_host(
+        self, number: int, engines: list[tuple[int, EngineItem]], directory: Path
+    ) -> None:
+        """A server and its engines, with a network of their own."""
         plan, simulation, record = self._plan, self._simulation, self.record
+        network = ChaosNetwork(simulation, plan.seed, self._rates, record, host=number)
+        if number:
+            directory = directory / str(number)
+            directory.mkdir()
         pool_bytes = -(-plan.pool_blocks * _SLOT_BYTES // _SLAB_BYTES) * _SLAB_BYTES
         disks = [
-            ChaosDisk(item, simulation, self._network.rates, record, _SLAB_BYTES, plan.seed)
+            ChaosDisk(item, simulation, network.rates, record, _SLAB_BYTES, plan.seed)
             for item in plan.items
             if isinstance(item, DiskItem)
         ]
-        self._server = ChaosServer(
+        shared = None
+        if self._service is not None:
+            shared = ChaosShared(number, self._service, self._clears, record, directory, plan.seed)
+        server = ChaosServer(
             simulation,
-            self._network,
+            network,
             record,
             directory,
             pool_bytes,
             _SLAB_BYTES,
             plan.seed,
             disks[0] if disks else None,
+            shared,
+            number,
         )
-        self._server.start()
-        engines = [item for item in plan.items if isinstance(item, EngineItem)]
-        self._clients = [
-            ChaosClient(number, item, plan.cuts[item.cut], self._network, record, self._patience)
-            for number, item in enumerate(engines)
+        server.start()
+        clients = [
+            ChaosClient(at, item, plan.cuts[item.cut], network, record, self._patience)
+            for at, item in engines
         ]
-        self._checks = Checks(self._server, self._clients, self._truth, record)
-        self._server.after_request = self._after_request
-        self._server.before_disk_copy = self._checks.before_disk_copy
-        self._server.after_movement = self._checks.forget_usage
-        self._server.after_start = self._checks.begin_anew
-        for client in self._clients:
-            client.before_copy = self._checks.before_copy
-        faults = self._faults = Faults(
-            simulation, self._network, self._server, self._clients, self._checks, record
-        )
-        for item in plan.items:
-            if isinstance(item, Arrival):
-                simulation.at(item.at_ms * 1000, lambda item=item: self._arrive(item))  # type: ignore[misc]
-            elif isinstance(item, Moment):
-                simulation.at(item.at_ms * 1000, lambda item=item: faults.carry_out(item))  # type: ignore[misc]
-        self._prepare(Cluster(simulation, self._server, self._clients, self._checks))
+        checks = Checks(server, clients, self._truth, record)
+        server.after_request = lambda: self._after_request(self._hosts[number])
+        server.before_tier_copy = checks.before_tier_copy
+        server.after_movement = checks.forget_usage
+        server.after_start = checks.begin_anew
+        for client in clients:
+            client.before_copy = checks.before_copy
+        faults = Faults(simulation, network, server, clients, checks, record)
+        self._hosts.append(Cluster(simulation, server, clients, checks, network, faults))
 
     @property
     def _patience(self) -> str:
-        """How long engines wait for blocks of the disk."""
-        disks = [item for item in self._plan.items if isinstance(item, DiskItem)]
-        return disks[0].patience if disks else "best_effort"
+        """How long engines wait for blocks of the tier."""
+        tiers = [item for item in self._plan.items if isinstance(item, DiskItem | HostsItem)]
+        return tiers[0].patience if tiers else "best_effort"
+
+    @property
+    def _clients(self) -> list[ChaosClient]:
+        clients = [client for host in self._hosts for client in host.clients]
+        return sorted(clients, key=lambda client: client.number)
+
+    def _carry_out(self, moment: Moment) -> None:
+        """On a host that its seed picks."""
+        at = random.Random(f"host of {moment.seed}").randrange(len(self._hosts))
+        self._hosts[at].faults.carry_out(moment)
 
     def _arrive(self, arrival: Arrival) -> None:
-        client = self._clients[arrival.engine % len(self._clients)]
+        clients = self._clients
+        self._send(arrival, clients[arrival.engine % len(clients)])
+
+    def _send(self, arrival: Arrival, client: ChaosClient) -> None:
         self._truth.learn(arrival, client.cut)
         client.arriving.append(arrival)
         self._requests += 1
@@ -182,66 +246,99 @@ class ChaosRun:
             "request", f"{len(arrival.tokens)} tokens to {client.process.name}, salt {arrival.salt}"
         )
 
-    def _after_request(self) -> None:
-        counters = self._server.service.counters
+    def _after_request(self, host: Cluster) -> None:
+        counters = host.server.service.counters
         refused = counters.refused_blocks - counters.orphan_blocks
-        if refused > self._refused:
+        if refused > self._refused[host.server.host]:
             self.record.faults["full_pool"] += 1
-        self._refused = refused
-        self._checks.after_request()
+        self._refused[host.server.host] = refused
+        host.checks.after_request()
 
     # -- the end
 
     def _settle(self) -> None:
         """The faults are over, time passes, and nobody holds anything."""
         self.record.tell("faults", "are over")
-        self._network.rates.clear()
-        self._pass_time(lambda: not self._unsettled(), "stuck_requests", self._unsettled)
-        self._pass_time(lambda: not self._checks.leases(), "leaked_leases", self._checks.leases)
-        self._pass_time(lambda: not self._checks.writes(), "leaked_blocks", self._checks.writes)
-        self._pass_time(lambda: not self._checks.moving(), "leaked_leases", self._checks.moving)
+        self._rates.clear()
+        for host in self._hosts:
+            host.network.rates.clear()
+            if host.server.shared is not None:
+                host.server.shared.medium.cut_until_us = 0
+        if self._service is not None:
+            self._service.stalled_until_us = 0
+        self._pass_time(self._unsettled, "stuck_requests")
+        self._pass_time(self._of_all(Checks.leases), "leaked_leases")
+        self._pass_time(self._of_all(Checks.writes), "leaked_blocks")
+        self._pass_time(self._of_all(Checks.moving), "leaked_leases")
         # Only now: a session that times out gives back what it was made to forget.
-        self._server.process.jump(_SESSIONS_TIME_OUT_US)
-        self._pass_time(lambda: not self._checks.strays(), "leaked_leases", self._checks.strays)
-        self._checks.everything()
-        self._checks.engines_hold_nothing()
+        for host in self._hosts:
+            host.server.process.jump(_SESSIONS_TIME_OUT_US)
+        self._pass_time(self._of_all(Checks.strays), "leaked_leases")
+        for host in self._hosts:
+            host.checks.everything()
+            host.checks.engines_hold_nothing()
+
+    def _probe(self) -> None:
+        """Lets two hosts share a prompt, if it is long enough and no quota forbids it."""
+        engines = [
+            (host.server, client)
+            for host in self._hosts
+            for client in host.clients[:1]
+            if client.item.cut == 0
+        ]
+        long = 2 * self._plan.cuts[0].config.block_tokens
+        arrivals = [item for item in self._plan.items if isinstance(item, Arrival)]
+        arrivals = [arrival for arrival in arrivals if len(arrival.tokens) > long]
+        if len(engines) > 1 and arrivals and not self.record.faults["quota_change"]:
+            self.record.tell("probe", "two hosts share a prompt")
+            Probe(self._simulation, (engines[0], engines[1]), self._send).run(arrivals[-1])
+
+    def _of_all(self, find: Callable[[Checks], list[str]]) -> Callable[[], list[str]]:
+        """What one of the checks finds, on all hosts."""
+        return lambda: [each for host in self._hosts for each in find(host.checks)]
 
     def _unsettled(self) -> list[str]:
         """Who is not idle, after being set going again."""
-        server = self._server
-        self._faults.end_strangers()
-        if not server.is_up:
-            server.start()
-        server.crash_in_request = None
-        server.service.draining = False
-        if server.process.paused:
-            server.resume()
-        for client in self._clients:
+        for host in self._hosts:
+            server = host.server
+            host.faults.end_strangers()
+            if not server.is_up:
+                server.start()
+            server.crash_in_request = None
+            server.service.draining = False
+            if server.process.paused:
+                server.resume()
+        clients = self._clients
+        for client in clients:
             client.process.paused = False
             client.stops.clear()
             client.start_if_dead()
-        return [client.process.name for client in self._clients if not client.is_idle]
+        return [client.process.name for client in clients if not client.is_idle]
 
     def _close(self) -> None:
         for client in self._clients:
             client.asked_to_close = True
 
+        def open_engines() -> list[str]:
+            return [client.process.name for client in self._clients if not client.closed]
+
         def open_sessions() -> list[str]:
-            return [f"session {session.number}" for session in self._server.service.sessions.all()]
+            return [
+                f"session {session.number}"
+                for host in self._hosts
+                for session in host.server.service.sessions.all()
+            ]
 
-        self._pass_time(
-            lambda: all(client.closed for client in self._clients),
-            "stuck_requests",
-            lambda: ["engines do not close"],
-        )
-        self._pass_time(lambda: not open_sessions(), "leaked_leases", open_sessions)
-        self._checks.pool_is_whole()
+        self._pass_time(open_engines, "stuck_requests")
+        self._pass_time(open_sessions, "leaked_leases")
+        self._pass_time(self._of_all(Checks.moving), "leaked_leases")
+        for host in self._hosts:
+            host.checks.pool_is_whole()
 
-    def _pass_time(
-        self, done: Callable[[], bool], finding: str, left: Callable[[], list[str]]
-    ) -> None:
+    def _pass_time(self, left: Callable[[], list[str]], finding: str) -> None:
+        """Until nothing is left."""
         until_us = self._simulation.now_us + _PATIENCE_US
-        while not done():
+        while left():
             if self._simulation.now_us >= until_us:
                 raise Violation(finding, f"after {_PATIENCE_US // 1_000_000} s: {left()}")
             self._simulation.run(_SLICE_US)

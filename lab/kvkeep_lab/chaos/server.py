@@ -29,6 +29,7 @@ from kvkeep.wire.segments import segment_path
 from kvkeep_lab.chaos.disk import ChaosDisk
 from kvkeep_lab.chaos.network import FAMILIES, OWN_UID, ChaosNetwork
 from kvkeep_lab.chaos.record import Record, Violation
+from kvkeep_lab.chaos.shared import ChaosShared
 from kvkeep_lab.chaos.sockets import ChaosEpoll, ChaosSocket
 from kvkeep_lab.simulation.simulation import Process, Simulation
 
@@ -119,9 +120,13 @@ class ChaosServer:
         slab_bytes: int,
         seed: int,
         disk: ChaosDisk | None = None,
+        shared: ChaosShared | None = None,
+        host: int = 0,
     ) -> None:
         self.disk = disk
-        self.before_disk_copy: Callable[[int, bool], None] = lambda slot, is_write: None
+        self.shared = shared
+        self.host = host
+        self.before_tier_copy: Callable[[int, bool], None] = lambda slot, is_write: None
         self.after_movement: Callable[[], None] = lambda: None
         self.after_request: Callable[[], None] = lambda: None
         self.after_start: Callable[[], None] = lambda: None
@@ -130,7 +135,7 @@ class ChaosServer:
         self._record = record
         self._directory = directory
         self._sizes = (pool_bytes, slab_bytes)
-        self._random = random.Random(f"server {seed}")
+        self._random = random.Random(f"server {seed}{f' of host {host}' if host else ''}")
         # The next request is cut off after so many lines of the store's code: the process is gone,
         # and this is next.
         self.crash_in_request: tuple[int, Callable[[], None]] | None = None
@@ -141,7 +146,7 @@ class ChaosServer:
         self.adopted_blocks = 0
         self._lives = 0
         self._stumble = "while it looked for dead sessions"
-        self.process = Process(simulation, "server 0")
+        self.process = Process(simulation, self._name)
         self.process.dead = True  # until the first is started
 
     # -- its life
@@ -150,12 +155,21 @@ class ChaosServer:
     def is_up(self) -> bool:
         return not self.process.dead
 
+    @property
+    def tier(self) -> ChaosDisk | ChaosShared | None:
+        """What is below memory."""
+        return self.disk or self.shared
+
+    @property
+    def _name(self) -> str:
+        return f"server {f'{self.host}.' if self.host else ''}{self._lives}"
+
     def start(self, *, fresh: bool = False) -> None:
         """A new server, which adopts what the one before it left; `fresh`: which begins empty."""
         assert not self.is_up
         self._lives += 1
         offset_us = self.process.offset_us
-        self.process = Process(self._simulation, f"server {self._lives}")
+        self.process = Process(self._simulation, self._name)
         self.process.offset_us = offset_us
         self.epoch = self._random.getrandbits(62) + 1
         pool_bytes, slab_bytes = self._sizes
@@ -163,7 +177,7 @@ class ChaosServer:
         self.pool = Pool(
             self._directory, "chaos", pool_bytes, slab_bytes, self.epoch, keep=True, fresh=fresh
         )
-        on_disk_bytes = self.disk.nbytes if self.disk else 0
+        on_disk_bytes = self.tier.nbytes if self.tier else 0
         self.store, warm = open_store(self.pool, limits, self.process.now_ms(), on_disk_bytes)
         if not self.pool.filled_bytes:
             self.store.add_slabs(*self.pool.fill_next())
@@ -184,8 +198,8 @@ class ChaosServer:
             old_sessions=self.pool.old_sessions,
             network_lease_ms=_NETWORK_LEASE_MS,
         )
-        if self.disk is not None:
-            self._open_disk(self.disk, self.process)
+        if self.tier is not None:
+            self._open_tier(self.tier, self.process)
         self._answer = self.service._answer
         self.service._answer = self._answer_or_tell  # type: ignore[method-assign, assignment]
         self._scrub = Scrub(
@@ -214,10 +228,10 @@ class ChaosServer:
         )
         self.after_start()
 
-    def _open_disk(self, disk: ChaosDisk, process: Process) -> None:
-        self.service.tiers = disk.open(self.pool, self.store, self.epoch)
-        disk.mover.after_result = lambda: self._rouse(process)
-        disk.mover.before_copy = lambda slot, is_write: self.before_disk_copy(slot, is_write)
+    def _open_tier(self, tier: ChaosDisk | ChaosShared, process: Process) -> None:
+        self.service.tiers = tier.open(self.pool, self.store, self.epoch)
+        tier.after_result = lambda: self._rouse(process)
+        tier.before_copy = lambda slot, is_write: self.before_tier_copy(slot, is_write)
 
     def _listen(self) -> list[Listening]:
         """By TCP, and by its Unix socket unless another process has that name."""
@@ -237,8 +251,8 @@ class ChaosServer:
     def crash(self) -> None:
         """Its process is gone, and with it its locks and its mappings, and nothing else."""
         self._end()
-        if self.disk is not None:
-            self.disk.end()
+        if self.tier is not None:
+            self.tier.end()
         for session in self.service.sessions.all():
             if session.watch is not None:
                 os.close(session.watch._descriptor)
@@ -247,8 +261,8 @@ class ChaosServer:
     def stop(self, *, keep: bool) -> None:
         """Ends in order, and leaves the pool to the next, or not."""
         self._end()
-        if self.disk is not None:
-            self.disk.stop(self.process.now_ms())
+        if self.tier is not None:
+            self.tier.stop(self.process.now_ms())
         if keep:
             self.service.sessions.leave_all()
         for session in self.service.sessions.all():
@@ -310,15 +324,15 @@ class ChaosServer:
             self._rouse(process)
 
     def _move(self) -> None:
-        """What the loop does for the disk."""
-        if self.disk is not None:
+        """What the loop does for the tier."""
+        if self.tier is not None:
             evictions = self.store.eviction.evictions
-            self.disk.turn(self.process.now_ms())
+            self.tier.turn(self.process.now_ms())
             if self.store.eviction.evictions > evictions:
                 self.after_movement()
 
     def _has_to_move(self) -> bool:
-        movement = self.disk.movement if self.disk else None
+        movement = self.tier.movement if self.tier else None
         return movement is not None and movement.has_to_do
 
     def _handle(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:

@@ -60,7 +60,7 @@ def chaos(
     jobs: Jobs = 0,
     json: Json = False,
 ) -> None:
-    """Run engines, clients and a server in simulated time under faults. Exit code 1 if anything was
+    """Run engines, clients and servers in simulated time under faults. Exit code 1 if anything was
     wrong."""
     if real:
         if seeds is not None or mutant or mutants or without or story or jobs:
@@ -174,6 +174,9 @@ def _totals(outcomes: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "adopted_blocks": sum(each["adopted_blocks"] for each in outcomes),
         "written_blocks": sum(each["written_blocks"] for each in outcomes),
         "promoted_blocks": sum(each["promoted_blocks"] for each in outcomes),
+        "runs_with_hosts": sum(each["hosts"] > 1 for each in outcomes),
+        "tier_hits": sum(each["tier_hits"] for each in outcomes),
+        "complete_clears": sum(each["clears"] for each in outcomes),
         "simulated_seconds": sum(each["simulated_ms"] for each in outcomes) // 1000,
     }
 

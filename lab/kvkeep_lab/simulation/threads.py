@@ -17,9 +17,13 @@ class SimulatedThreads:
         self._simulation = process.simulation
 
     def Thread(
-        self, target: Callable[[], object], name: str = "", daemon: bool = True
+        self,
+        target: Callable[..., object],
+        name: str = "",
+        daemon: bool = True,
+        args: tuple[Any, ...] = (),
     ) -> SimulatedThread:
-        return SimulatedThread(self._process, target)
+        return SimulatedThread(self._process, lambda: target(*args))
 
     def Lock(self) -> SimulatedLock:
         return SimulatedLock(self._simulation)
@@ -37,6 +41,34 @@ class SimulatedThreads:
         task = self._simulation.current
         assert task is not None, "outside of all threads"
         return task.number
+
+
+class OwnThreads:
+    """The same for code that asks the module `threading` itself: whichever thread asks gets what is
+    of its process."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def __getattr__(self, name: str) -> Any:
+        task = self._simulation.current
+        assert task is not None, "outside of all threads"
+        return getattr(SimulatedThreads(task.process), name)
+
+
+class SimulatedTime:
+    """The module `time` for such code."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def monotonic(self) -> float:
+        return self._simulation.now_us / 1e6
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self._simulation.sleep(int(seconds * 1e6))
 
 
 class SimulatedThread:
@@ -158,6 +190,10 @@ class SimulatedCondition:
                 break
             self.wait(None if left_us is None else left_us / 1e6)
         return result
+
+    def notify(self, n: int = 1) -> None:
+        """Wakes all, as a condition may: those for which there is nothing wait again."""
+        self.notify_all()
 
     def notify_all(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -8,9 +8,12 @@ from kvkeep_lab.chaos.plan import (
     MANY,
     MOMENTS,
     RATES,
+    SERVICE_MOMENTS,
+    SERVICE_RATES,
     Arrival,
     DiskItem,
     EngineItem,
+    HostsItem,
     Moment,
     Rate,
     draw,
@@ -24,12 +27,18 @@ def test_a_seed_is_a_plan() -> None:
 
 def test_plans_contain_every_fault_sooner_or_later() -> None:
     items = [item for seed in range(60) for item in draw(seed).items]
-    assert {item.fault for item in items if isinstance(item, Rate)} == {*RATES, *DISK_RATES}
+    assert {item.fault for item in items if isinstance(item, Rate)} == {
+        *RATES,
+        *DISK_RATES,
+        *SERVICE_RATES,
+    }
     assert {item.fault for item in items if isinstance(item, Moment)} == {
         *MOMENTS,
         *DISK_MOMENTS,
+        *SERVICE_MOMENTS,
     }
-    assert {*RATES, *DISK_RATES, *MOMENTS, *DISK_MOMENTS} < set(FAULTS)
+    rates, moments = {*RATES, *DISK_RATES, *SERVICE_RATES}, {*MOMENTS, *DISK_MOMENTS}
+    assert rates | moments | {*SERVICE_MOMENTS} < set(FAULTS)
 
 
 def test_about_a_quarter_of_the_plans_has_a_disk() -> None:
@@ -39,9 +48,25 @@ def test_about_a_quarter_of_the_plans_has_a_disk() -> None:
     assert 9 <= len(with_disk) <= 21
     for seed in set(range(60)) - set(with_disk):
         assert not any(
-            isinstance(item, Rate | Moment) and item.fault in (*DISK_RATES, *DISK_MOMENTS)
-            for item in draw(seed).items
+            isinstance(item, Rate) and item.fault in DISK_RATES for item in draw(seed).items
         )
+
+
+def test_about_a_quarter_of_the_plans_has_several_hosts() -> None:
+    plans = [draw(seed) for seed in range(80)]
+    with_hosts = [plan for plan in plans if any(isinstance(item, HostsItem) for item in plan.items)]
+    assert 10 <= len(with_hosts) <= 30
+    for plan in with_hosts:
+        (hosts,) = (item.hosts for item in plan.items if isinstance(item, HostsItem))
+        engines = [item for item in plan.items if isinstance(item, EngineItem)]
+        assert {engine.host for engine in engines} == set(range(hosts))
+        assert not any(isinstance(item, DiskItem) for item in plan.items)
+    for plan in plans:
+        if plan not in with_hosts:
+            assert not any(
+                isinstance(item, Rate | Moment) and item.fault in (*SERVICE_RATES, *SERVICE_MOMENTS)
+                for item in plan.items
+            )
 
 
 def test_plans_differ_in_what_matters() -> None:

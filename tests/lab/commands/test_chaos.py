@@ -15,7 +15,7 @@ import torch
 from kvkeep.cli.main import main
 from kvkeep.errors import SettingsError
 from kvkeep_lab.chaos.mutants import MUTANTS
-from kvkeep_lab.chaos.plan import FAULTS
+from kvkeep_lab.chaos.plan import FAULTS, HostsItem, draw
 from kvkeep_lab.commands import chaos as module
 from kvkeep_lab.commands.chaos import as_text, chaos, numbers_in
 
@@ -48,6 +48,17 @@ def test_some_seeds_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["runs"] == 4 and said["requests"] > 20 and said["events"] > 1_000
     assert set(said["faults"]) == set(FAULTS) and sum(said["faults"].values()) > 0
     assert not any(said[key] for key in KEYS[4:10]) and said["violations"] == []
+
+
+def test_runs_with_several_hosts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with_hosts = [seed for seed in range(60) if _has_hosts(seed)]
+    chaos(seeds=f"{with_hosts[0]}:{with_hosts[1] + 1}", jobs=1, json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs_with_hosts"] == 2 and said["tier_hits"] > 0 and said["violations"] == []
+
+
+def _has_hosts(seed: int) -> bool:
+    return any(isinstance(item, HostsItem) for item in draw(seed).items)
 
 
 def test_several_processes_and_a_table() -> None:
