@@ -41,7 +41,11 @@ OUTCOMES: Final = (
     ("withheld", "its tenant held as much memory for loads as it may"),
     ("dropped", "it was cleared, or its bytes proved bad"),
     ("other_identity", "the same tokens were cached by an engine with another identity"),
-    ("not_known", "the server that lacked it was replaced, or has forgotten the lookup"),
+    (
+        "not_known",
+        "the server that lacked it was replaced, has forgotten the lookup, or had explained 8,192 "
+        "blocks before it",
+    ),
 )
 NAMES: Final = tuple(name for name, _ in OUTCOMES)
 NUMBERS: Final = {name: number for number, name in enumerate(NAMES)}
