@@ -20,7 +20,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
 
 Make = Callable[..., Any]
-REPLIES = [m.Welcome, m.Done, m.LayoutOpened, m.Found, m.Prepared, m.Refused]
+REPLIES = [m.Welcome, m.Done, m.LayoutOpened, m.Found, m.Prepared, m.PoolChanges, m.Refused]
 INTEGERS = [-(2**63), -1, 0, 1, 2, 3, 4096, 2**31, 2**62, 2**63 - 1, 2**64 - 1]
 CODES = ["", "unknown_session", "deadline", "shutting_down", "\x00", "no such code"]
 

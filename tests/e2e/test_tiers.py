@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import (
     BRISK,
@@ -25,9 +26,20 @@ from engines import (
     tokens_of,
     without_cache,
 )
+from tests.client.test_pool_events import Reader
 
 from kvkeep.cli.remote import ask
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.pool_events import Descriptions, PoolFeed
+from kvkeep.client.rank_memory import GroupMemory
+from kvkeep.client.requests import StoreRequest
+from kvkeep.client.transfer import Transfer
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
 
 WAITS = {"kvkeep.tier_patience": "wait"}
 BLOCKS = 50  # of a prompt of 203 tokens
@@ -148,3 +160,38 @@ def test_a_damaged_disk_is_a_miss(server: ServerProcess, tmp_path: Path, damage:
     assert [answer.token_ids] == expected
     assert answer.metrics.external_cached_tokens == 0
     assert answer.metrics.failed_loads == 0, "a bad block is not brought up at all"
+
+
+def test_routers_hear_which_blocks_are_in_memory_and_which_on_a_disk(server: ServerProcess) -> None:
+    """A block is on both, on the disk only after memory was lost, and in memory again once a
+    request has asked for it. A new server has no descriptions: the engine tells it again."""
+    identity = ModelIdentity(model="m", revision="1", kv_dtype="|u1", block_tokens=4, content="m")
+    shape = BlockShape(identity, (4096,))
+    keys, texts = b"".join(bytes([at]) * 16 for at in range(4)), [b"0", b"1", b"2", b"3"]
+    connection = Connection(shape, ClientOptions(address=server.address))
+    memory = np.ones((4, 4096), dtype=np.uint8)
+    reader = Reader()
+    feed = PoolFeed(reader)
+
+    def hears(media: int, *said: bytes) -> bool:
+        def heard() -> bool:
+            connection.poll()
+            feed.turn(connection)
+            return sorted(reader.there.values()) == [(media, text) for text in said]
+
+        return eventually(heard)
+
+    transfer = Transfer(connection, [GroupMemory(BlockRuns.of([memory]))], 0)
+    assert connection.wait_until_up(20_000)
+    store = transfer.store(StoreRequest("default", b"", keys, np.arange(4)))
+    store.finish()
+    assert store.written == 4
+    reader.to_say.append(Descriptions("default", keys, texts))
+    assert hears(m.IN_MEMORY | m.ON_DISK, *texts), reader.there
+    restart_cold(server)
+    assert hears(m.ON_DISK, b"", b"", b"", b""), reader.there
+    reader.to_say.append(Descriptions("default", keys, texts))
+    assert hears(m.ON_DISK, *texts), reader.there
+    connection.call(m.Prefetch("default", connection.layout_number, keys), 5_000)
+    assert hears(m.IN_MEMORY | m.ON_DISK, *texts), reader.there
+    connection.close()

@@ -18,6 +18,7 @@ from kvkeep.server.counters import TenantCounts
 from kvkeep.server.service import LINES_A_MINUTE, Service
 from kvkeep.server.sessions import ServerSession
 from kvkeep.store.plans import Limits
+from kvkeep.store.store import Store
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.pool_files import Watch, hold
@@ -524,6 +525,9 @@ class ScriptedTiers:
 
     def orders(self, fingerprint: bytes) -> dict[int, bytes]:
         return {}
+
+    def stores(self) -> list[Store]:
+        return []
 
     def stored(self, row: int, blocks: int) -> None:
         self.stored_blocks.append(blocks)

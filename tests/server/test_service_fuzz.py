@@ -101,6 +101,9 @@ class Attacker:
     def tenant(self) -> str:
         return self.rng.choice(TENANTS[:3] if self.rng.random() < 0.9 else TENANTS)
 
+    def texts(self) -> list[bytes]:
+        return [self.rng.randbytes(self.rng.randrange(9)) for _ in range(self.rng.randrange(7))]
+
     def message(self) -> tuple[m.Message, list[bytes]]:
         rng = self.rng
         payload = [bytes(rng.choice([64, 64, 0, 63, 100])) for _ in range(rng.randrange(6))]
@@ -138,6 +141,8 @@ class Attacker:
             (1, m.ReportBad(self.tenant(), self.layout(), self.key())),
             (3, m.Fetch(self.number(), self.small(), self.small(), self.small())),
             (4, m.Put(self.number(), self.small())),
+            (2, m.DescribeBlocks(self.tenant(), self.layout(), self.keys(), self.texts())),
+            (2, m.PoolEvents(self.layout(), self.number(), rng.choice([-1, 0, self.number()]))),
             (1, m.Goodbye()),
         ]
         weights, messages = zip(*choices, strict=True)

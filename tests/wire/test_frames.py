@@ -45,6 +45,8 @@ REQUESTS = [
     m.ReportBad("default", LAYOUT, b"k" * 16),
     m.Fetch(5, 0, 1, 2),
     m.Put(5, 3),
+    m.DescribeBlocks("default", 1, b"k" * 32, [b"one", b"two"]),
+    m.PoolEvents(1, 7, 9),
     m.Goodbye(),
 ]
 REPLIES = [
@@ -54,6 +56,7 @@ REPLIES = [
     m.Found(2, b"s" * 16, b"c" * 16),
     m.Found(2, b"s" * 16, b"c" * 16, 3, 40),
     m.Prepared(b"p" * 4, b"s" * 8, 1, False),
+    m.PoolChanges(9, b"k" * 32, b"\x01\x00", [b"one", b""], 1 << 40),
     m.Refused("bad_keys", "no keys", "keys", "send some"),
 ]
 

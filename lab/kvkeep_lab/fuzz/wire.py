@@ -92,7 +92,7 @@ class Fields:
         match name:
             case "tenant":
                 return choices.pick((*_TENANTS[:3] * 4, *_TENANTS))
-            case "keys":
+            case "keys" | "addresses":
                 return choices.pick(_KEY_RUNS)
             case "parent" if choices.byte() % 4:
                 return b""
@@ -121,6 +121,12 @@ class Fields:
                 return [self.earlier() for _ in range(choices.byte() % 6)]
             case "loaded_tokens":
                 return [self.number() for _ in range(choices.byte() % 4)]
+            case "after" | "cursor":
+                return choices.pick((-1, -1, 0, 0, 1, 9, 1 << 40, self.number()))
+            case "descriptions":
+                return [choices.take(choices.below(40)) for _ in range(choices.byte() % 10)]
+            case "media":
+                return bytes(choices.below(5) for _ in range(choices.byte() % 10))
             case "checksums" | "physical" | "slots" | "positions":
                 return choices.take(choices.pick((0, 8, 16, 24, 40, 3)))
             case "layout":

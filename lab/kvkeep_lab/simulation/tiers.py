@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.store.store import Store
 from kvkeep.store.table import READY
 from kvkeep.store.tree import split_keys
 from kvkeep_lab.simulation.server import SimulatedServer
@@ -102,6 +103,9 @@ class SimulatedTiers:
 
     def orders(self, fingerprint: bytes) -> dict[int, bytes]:
         return {}
+
+    def stores(self) -> list[Store]:
+        return []
 
     def stored(self, row: int, blocks: int) -> None:
         pass

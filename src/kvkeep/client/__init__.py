@@ -17,5 +17,6 @@ loads.py        loads: in the background, or in the engine's own thread
 transfer.py     stores and loads for a caller that waits
 scheduler.py    what an engine's scheduler needs: lookups and leases, never blocking
 worker.py       what an engine's workers need: stores and loads in the background
+pool_events.py  what the pool has, for engines that publish it to routers
 cache.py        the small public API, `kvkeep.connect()`
 """

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire.messages import (
+    IN_MEMORY,
     MAX_LIST_ITEMS,
+    ON_DISK,
     AbandonStore,
     Done,
     Found,
     LayoutOpened,
     Lookup,
     Message,
+    PoolChanges,
     Prepared,
     PrepareStore,
     Release,
@@ -291,3 +294,19 @@ def read_plan(reply: object, count: int) -> Plan | None:
         return None
     slots = np.frombuffer(reply.slots, dtype="<i8")
     return Plan(positions, slots, reply.refused, reply.orphan, reply.apart)
+
+
+def read_changes(reply: object, after: int, cursor: int) -> PoolChanges | None:
+    """The answer to PoolEvents, or None for anything that cannot be one."""
+    if not isinstance(reply, PoolChanges):
+        return None
+    count = len(reply.media)
+    if len(reply.addresses) != count * KEY_BYTES or len(reply.descriptions) != count:
+        return None
+    if max(reply.media, default=0) > IN_MEMORY | ON_DISK:
+        return None
+    is_content = (
+        cursor >= 0 and reply.after == after and (reply.cursor < 0 or reply.cursor > cursor)
+    )
+    is_news = cursor < 0 and (reply.after >= max(after, 0) or reply.cursor == 0)
+    return reply if is_content or is_news else None

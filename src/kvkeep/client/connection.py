@@ -61,6 +61,7 @@ MOST_REPORTS = 4_096  # kept while no server takes them
 _REPORT_EVERY_MS = 200
 _MOST_KEY_BYTES = 256 << 10  # of a message's reports, and one report more
 _REPORTS_A_MESSAGE = 32  # the server explains each in a fraction of a millisecond
+_NAMES_LAYOUT = m.Lookup | m.Prefetch | m.PrepareStore | m.DescribeBlocks | m.PoolEvents
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
@@ -98,6 +99,9 @@ class Connection:
         # Of requests that have finished, until the server is told: the oldest are dropped first.
         self._reports: deque[tuple[m.RequestReport, Sequence[Call]]] = deque(maxlen=MOST_REPORTS)
         self._next_report_ms = 0
+        # Work of the owner's that a Heartbeat does after each poll, in its thread. It does not refer
+        # to this connection: one that is dropped is closed at once.
+        self.background: Callable[[Connection], None] | None = None
         self._closing = self._closed = False
 
     def __repr__(self) -> str:
@@ -215,7 +219,7 @@ class Connection:
             if self.breaker.is_open:
                 return self._failed("breaker_open")
             if (
-                isinstance(message, m.Lookup | m.Prefetch | m.PrepareStore)
+                isinstance(message, _NAMES_LAYOUT)
                 and self.layout
                 and message.layout != self.layout.layout
             ):
@@ -660,4 +664,6 @@ class Heartbeat:
 def _poll(connection: Connection) -> float:
     """Polls it once. Returns how many seconds it can do without."""
     connection.poll()
+    if connection.background is not None:
+        connection.background(connection)
     return connection.rest_s

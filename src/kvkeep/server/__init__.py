@@ -10,6 +10,7 @@ sessions.py     engine processes: how the daemon knows that one is gone, and whi
 limits.py       how fast one client may go
 service.py      a request in, a reply out; no sockets, no threads
 request_spans.py  the spans of requests that are traced
+pool_events.py  which blocks come and go, for engines that publish that to routers
 network.py      the bytes of blocks for clients on other hosts
 movement.py     blocks between memory and the tiers below it
 clearing.py     many tenants cleared in memory and on disks, some a turn

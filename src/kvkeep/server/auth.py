@@ -43,9 +43,12 @@ class Caller:
     revoked: bool = False
     admin: bool = False
 
+    def may_name(self, tenant: str) -> bool:
+        return self.tenants is None or any(_matches(tenant, pattern) for pattern in self.tenants)
+
     def check_tenant(self, tenant: str) -> None:
         """`forbidden_tenant` for a tenant that this client is not bound to."""
-        if self.tenants is None or any(_matches(tenant, pattern) for pattern in self.tenants):
+        if self.may_name(tenant):
             return
         raise RequestError(
             "forbidden_tenant",

@@ -117,6 +117,10 @@ class Movement:
             for shard, digest in tier.orders(fingerprint).items()
         }
 
+    def stores(self) -> list[Store]:
+        """The indexes of the disks that are in use."""
+        return [disk.index.store for disk in self.disks if not disk.set_aside]
+
     def coming(
         self,
         session: int,

@@ -9,9 +9,9 @@ program takes its lines.
 
 A line has numbers only, and words of ours. Keys of blocks become keyed hashes: the same block has
 the same number in one recording and another in the next, since the key of the hash is made for one
-recording and forgotten with it. Tenants, sessions and layouts are numbered. Salts never reach the
-server; names of requests, engines, models and tenants, identities, checksums and tokens of sessions
-are left out. The lookups of a recording are a trace (bench/traces.py)."""
+recording and forgotten with it. Tenants, sessions and layouts are numbered. Descriptions of blocks, which alone
+hold prompts and salts, are not recorded; names of requests, engines, models and tenants,
+identities, checksums and tokens of sessions are left out. The lookups of a recording are a trace (bench/traces.py)."""
 
 from __future__ import annotations
 

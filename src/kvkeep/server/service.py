@@ -27,6 +27,7 @@ from kvkeep.server.explain import Explanations
 from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.log_limits import LineLimit
+from kvkeep.server.pool_events import PoolEvents
 from kvkeep.server.recording import Recorder
 from kvkeep.server.request_spans import trace_request
 from kvkeep.server.sessions import (
@@ -54,7 +55,9 @@ _LOGGED_CHARS = 120  # of a text that a client chose
 _MESSAGE_CHARS = 1_000  # of a refusal, which may quote the request
 
 
-_NAMES_TENANT = m.Lookup | m.Prefetch | m.Finish | m.PrepareStore | m.ReportBad
+_NAMES_TENANT = m.Lookup | m.Prefetch | m.Finish | m.PrepareStore | m.ReportBad | m.DescribeBlocks
+
+_NOT_RECORDED = m.DescribeBlocks | m.PoolEvents  # prompts and salts, and questions about them
 
 
 class Tiers(Protocol):
@@ -88,6 +91,9 @@ class Tiers(Protocol):
         """Begins to bring up all that a tier has of these blocks and memory lacks. Returns how many
         blocks are coming; those that were under way already count too."""
 
+    def stores(self) -> list[Store]:
+        """The indexes of the disks that are in use."""
+
 
 class Service:
     """The protocol's server side over a store and its memory. `tiers` is set by a server that has
@@ -119,6 +125,7 @@ class Service:
         self.recorder: Recorder | None = None  # while an operator records requests
         self.tracing: Tracing | None = None
         self.draining = False
+        self.events: PoolEvents | None = None  # nothing is kept before an engine asks
         self._memory = memory
         self._place = place
         self._limits = limits
@@ -142,6 +149,7 @@ class Service:
             m.CompleteStore: self._complete_store,
             m.AbandonStore: self._abandon_store,
             m.ReportBad: self._report_bad,
+            m.DescribeBlocks: self._describe,
             m.Goodbye: self._goodbye,
         }
 
@@ -180,7 +188,8 @@ class Service:
         if self.tracing is not None:
             trace_request(self.tracing, request, reply, took_us)
         encoded = encode(Header(header.session, header.number), reply, payload)
-        if self.recorder is not None and request is not None:
+        is_recorded = request is not None and not isinstance(request, _NOT_RECORDED)
+        if self.recorder is not None and is_recorded:
             nbytes = len(frames[1]) + len(encoded[1])
             self.recorder.note(
                 now_ms, header.session, header.number, request, reply, took_us, nbytes
@@ -269,6 +278,8 @@ class Service:
             session.pace.count_network(nbytes)
             self.counters.network_bytes_out += nbytes
             return m.Done(len(sent)), sent
+        if isinstance(request, m.PoolEvents):
+            return self._pool_events(session, request, caller), []
         if isinstance(request, m.Put | m.CompleteStore) and request.write in session.write_tenants:
             caller.check_tenant(session.write_tenants[request.write])
         if isinstance(request, m.Put):
@@ -661,6 +672,40 @@ class Service:
             session.write_tenants.pop(write, None)
         self.counters.abandoned_stores += len(abandoned)
         return m.Done(len(abandoned))
+
+    # -- events
+
+    def _describe(
+        self, session: ServerSession, number: int, request: m.DescribeBlocks, now_ms: int
+    ) -> m.Reply:
+        events = self._events_for(session)
+        keys = self._addresses(request.layout, request.keys)
+        self.store.check_keys(keys)
+        layout = self.store.layouts.get(request.layout)
+        return m.Done(events.describe(request.tenant, layout, keys, request.descriptions))
+
+    def _pool_events(
+        self, session: ServerSession, request: m.PoolEvents, caller: Caller
+    ) -> m.Reply:
+        events = self._events_for(session)
+        fingerprint = self.store.layouts.get(request.layout).fingerprint
+        if request.cursor < 0:
+            return events.since(request.after, fingerprint, caller.may_name)
+        return events.content(request.after, request.cursor, fingerprint, caller.may_name)
+
+    def _events_for(self, session: ServerSession) -> PoolEvents:
+        if session.plane != m.SHARED_MEMORY:
+            raise RequestError(
+                "not_local",
+                "the pool's events are for engines that have its memory mapped",
+                hint="run the engine on the server's host, with its shared memory",
+            )
+        if self.events is None:
+            self.events = PoolEvents(self._stores)
+        return self.events
+
+    def _stores(self) -> list[Store]:
+        return [self.store, *(self.tiers.stores() if self.tiers is not None else ())]
 
     def _addresses(self, layout: int, keys: bytes) -> bytes:
         """The store's addresses of blocks of this layout. Bytes that are not a whole number of keys

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,17 @@ _IN_USE = (WRITING, WAITING, READY)
 _KEYS_A_STEP = 16
 # most blocks that a request, or a turn after it, takes out of use or frees: one to two milliseconds
 BLOCKS_A_TURN = 256
+
+
+class BlockChanges(Protocol):
+    """Who is told which blocks may have become READY, or may have left the index. A block may be
+    named when nothing has changed: whoever is told looks at the index."""
+
+    def came(self, tenant: str, layout: Layout, words: NDArray[np.uint64]) -> None:
+        """Blocks with these addresses, two words each, have all their shards."""
+
+    def left(self, tenant: str, layout: Layout, words: NDArray[np.uint64]) -> None:
+        """Blocks with these addresses are out of use."""
 
 
 class Blocks:
@@ -69,6 +80,7 @@ class Blocks:
         self.departures: Departures | None = None  # not remembered by default
         # Why blocks are evicted now, and for which tenant; None: not to make room.
         self.pressure: tuple[str, str] | None = None
+        self.changes: BlockChanges | None = None  # nobody is told by default
 
     def next_use(self) -> int:
         self.sequence += 1
@@ -154,6 +166,8 @@ class Blocks:
         if not self._publish_chain(whole):
             for row in whole:
                 self._publish(row)
+        if whole:
+            self._note_came(whole)
         if layout.shards > 1:
             self.order.await_no_more(row for row in rows.tolist() if row not in shards_in)
 
@@ -365,6 +379,19 @@ class Blocks:
     def _evicting(self, row: int) -> None:
         self.table.state[row] = EVICTING
         self._no_longer_half(row)
+        if self.changes is not None:
+            self.changes.left(*self._named([row]))
+
+    def _note_came(self, rows: list[int]) -> None:
+        if self.changes is not None:
+            self.changes.came(*self._named(rows))
+
+    def _named(self, rows: list[int]) -> tuple[str, Layout, NDArray[np.uint64]]:
+        """Tenant, layout and addresses of blocks that have both in common."""
+        table, first = self.table, rows[0]
+        tenant = self.tenants.by_number[table.tenant[first]]
+        at: Any = slice(first, first + 1) if len(rows) == 1 else rows  # several times as fast
+        return tenant.name, self.layouts[table.layout[first]], table.keys.words[at]
 
     def _no_longer_half(self, row: int) -> None:
         if self.shards_in.pop(row, None) is not None:
@@ -405,7 +432,7 @@ class Blocks:
 
     def _publish_below(self, row: int) -> None:
         """Makes the descendants READY that waited for this block."""
-        table, rows = self.table, [row]
+        table, rows, ready = self.table, [row], list[int]()
         state, next_sibling = table.state, table.next_sibling
         while rows:
             child = table.first_child[rows.pop()]
@@ -413,7 +440,10 @@ class Blocks:
                 if state[child] == WAITING:
                     state[child] = READY
                     rows.append(child)
+                    ready.append(child)
                 child = next_sibling[child]
+        if ready:
+            self._note_came(ready)
 
     def _unpinned(self, row: int, now_ms: int) -> None:
         assert self.table.pins[row] >= 0
@@ -486,6 +516,8 @@ class Blocks:
             self._unindex(tenant, rows, split_keys(table.keys.words[at].tobytes()), layout)
             for row in self.shards_in.keys() & rows if self.shards_in else ():
                 self._no_longer_half(row)
+            if self.changes is not None:
+                self.changes.left(*self._named(rows))
         self.presence.remove(table.keys.words[at, 0])
         self.slabs.give(table.many.slot[at].tolist())
         layout.give_checks(table.many.check[at].tolist())

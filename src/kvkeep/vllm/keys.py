@@ -11,6 +11,7 @@ adapter once more."""
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -49,7 +50,14 @@ class KeyMaker:
         self._counts_media = _counts_media(vllm_config)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self.uses_hashes = versions.hashes_are_stable(algorithm)
+        self._hashes_by = algorithm.encode() if self.uses_hashes else os.urandom(16)
         self.generation = b""
+
+    @property
+    def scope(self) -> bytes:
+        """Equal for engines that have the same hashes of a block and the same key for it. Where
+        hashes differ in every process, so does this."""
+        return self._hashes_by + self.generation
 
     def keys_of(self, request: Any) -> RequestKeys | None:
         """None if vLLM's description of the request does not say all that its KV depends on."""

@@ -71,6 +71,7 @@ class VllmRequest(RequestState):
     asked_in       the step that vLLM was scheduling then
     in_step        what is found is loaded before the step that computes the rest
     next_store     with fewer tokens computed there is nothing to store
+    noted_blocks   leading blocks that are described for routers, or will be
     """
 
     request: Any
@@ -79,6 +80,7 @@ class VllmRequest(RequestState):
     asked_in: int = -1
     in_step: bool = False
     next_store: int = 0
+    noted_blocks: int = 0
 
 
 class SchedulerConnector:
@@ -129,8 +131,12 @@ class SchedulerConnector:
         self.step_loads = StepLoads(config)
         self.step_loads.pool = context.block_pool
         self.step_loads.worker = self._worker if may_load_in_step else None
-        self.events = CacheEvents(config)
-        self._event_groups = event_groups(kv_cache_config, self._layout, hash_tokens)
+        groups = event_groups(kv_cache_config, self._layout, hash_tokens)
+        self.events = CacheEvents(
+            config, groups, self._layout.block_tokens, shape.fingerprint, self._keys.scope
+        )
+        if self.events.enabled:
+            self._adapter.connection.background = self.events.feed.turn
         self._has_siblings = bool(handshake.siblings)
         self._sibling_loads = SiblingLoads()
         self.keys_of_siblings = keys_of_siblings(handshake.siblings)
@@ -534,7 +540,7 @@ class SchedulerConnector:
         self._keys.generation = os.urandom(16)
         self._is_reset = True
         self._forget(*self._requests)
-        self.events.reset()
+        self.events.reset(self._keys.scope)
         return True
 
     def _report_outages(self, outages: Mapping[int, tuple[str, str] | None]) -> None:
@@ -581,7 +587,7 @@ class SchedulerConnector:
 
     def _note(self, job: Job, state: VllmRequest) -> None:
         try:
-            self.events.prepared(job, state.request, self._event_groups)
+            self.events.prepared(job, state)
         except Exception:
             # guard: the job goes out with the next step, whether or not there is an event of it
             self._failed("kvkeep: the event of a job could not be noted")

@@ -56,6 +56,12 @@ a client that sends patience gets those of Found.
 that traces a request sends the place of its own span with the Lookup, PrepareStore and
 CompleteStore that belong to it, so that both sides' spans are in one trace.
 
+**Events.** For routers, engines publish which blocks the pool of their host has. An engine that does
+so describes blocks that were stored (DescribeBlocks) in a form of its own, and asks several times a
+second what has changed (PoolEvents, answered by PoolChanges). The server keeps descriptions in
+memory, as long as it has their blocks and within a limit, and does not read them. Both requests are
+refused unless the session uses shared memory: descriptions hold prompts and salts.
+
 **Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32,
 checksums uint64 (block after block, a block's shards together). Lists have at most 65,536 items:
 one message must not keep the others waiting."""
@@ -77,7 +83,8 @@ REPORTS = "reports"  # the server takes ReportRequests
 TIERS = "tiers"  # announced only by a server that has a tier: it takes patience and Prefetch
 TRACES = "traces"  # announced only by a server that exports spans: it takes `trace`
 SEVERAL_SHARDS = "several_shards"  # the server takes them in OpenLayout and PrepareStore
-CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS, REPORTS, SEVERAL_SHARDS)
+EVENTS = "events"  # the server takes DescribeBlocks and PoolEvents
+CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS, REPORTS, SEVERAL_SHARDS, EVENTS)
 
 MAX_FURTHER_SHARDS = 1023  # a block has 1,024 at most
 SCHEDULER = "scheduler"  # the role of sessions whose lookups are explained to operators
@@ -86,6 +93,8 @@ MAX_PARTS, MAX_PART_NAME_CHARS, MAX_PART_CHARS, MAX_ROLE_CHARS = 64, 64, 512, 64
 MAX_REPORTS, MAX_RUNS, MAX_REQUEST_CHARS = 256, 64, 128
 MAX_LOOKUPS, PROBE_BYTES = 4, 8
 MAX_TRACE_CHARS = 55  # of a W3C traceparent
+MAX_DESCRIPTIONS, MAX_DESCRIPTION_BYTES = 512, 1 << 16
+IN_MEMORY, ON_DISK = 1, 2  # where a block is, in PoolChanges; both may be set
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
 Shards = Annotated[list[int], msgspec.Meta(max_length=MAX_FURTHER_SHARDS)]
@@ -277,6 +286,30 @@ class Put(Message, frozen=True):
     shard: int = -1
 
 
+class DescribeBlocks(Message, frozen=True):
+    """Says what an engine would publish of each of these blocks, for others that publish them. Only
+    from a session on shared memory. Answered by Done, which counts the descriptions that are
+    kept."""
+
+    tenant: str
+    layout: int
+    keys: bytes
+    descriptions: Annotated[
+        list[Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]],
+        msgspec.Meta(max_length=MAX_DESCRIPTIONS),
+    ]
+
+
+class PoolEvents(Message, frozen=True):
+    """Asks which blocks of a layout may have come or gone after change `after`, or, with a `cursor`,
+    for the next blocks of all that are there. Only from a session on shared memory, which hears of
+    tenants that it may name. Answered by PoolChanges."""
+
+    layout: int
+    after: int = -1
+    cursor: int = -1
+
+
 class Goodbye(Message, frozen=True):
     """Ends the session: nothing of its memory is in use any more. Answered by Done."""
 
@@ -356,6 +389,19 @@ class Prepared(Message, frozen=True):
     apart: bool = False
 
 
+class PoolChanges(Message, frozen=True):
+    """Where blocks are now, by their addresses (key ⊕ fingerprint): a byte each, 0 for nowhere, 1 in
+    memory, 2 on a disk, 3 both; and the description of each, empty if there is none. Changes up to
+    `after` are told. A `cursor` that is not negative asks for PoolEvents with it: the client has
+    missed changes, or there is more of what it asked for."""
+
+    after: int
+    addresses: bytes = b""
+    media: bytes = b""
+    descriptions: list[bytes] = []
+    cursor: int = -1
+
+
 class Refused(Message, frozen=True):
     """The request was not carried out, and nothing changed. `code` is for programs, the rest for
     people."""
@@ -382,6 +428,8 @@ Request = (
     | ReportBad
     | Fetch
     | Put
+    | DescribeBlocks
+    | PoolEvents
     | Goodbye
 )
-Reply = Welcome | Done | LayoutOpened | Found | Prepared | Refused
+Reply = Welcome | Done | LayoutOpened | Found | Prepared | PoolChanges | Refused
