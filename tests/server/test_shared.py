@@ -119,7 +119,9 @@ def read_log(world: World, *entries: Entry, after: int = 0) -> tuple[SyncClears,
     job, planned = taken
     assert isinstance(job, SyncClears)
     world.tier.wrote(planned, Result(1, clears=list(entries), after=after))
-    return job, world.tier.take_heard()
+    heard = world.tier.take_heard()
+    world.tier.heard_is_cleared()
+    return job, heard
 
 
 def test_a_log_that_the_tier_has_lost_is_noted_again_and_heard_once(world: World) -> None:

@@ -37,13 +37,12 @@ from kvkeep.store.order import EvictionOrder
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
-from kvkeep.tiers import mover_process, shared_process, summaries
+from kvkeep.tiers import mover_process, shared_process
 from kvkeep.tiers.checked_tier import Checksums, Verdict
 from kvkeep.tiers.clear_log import SharedLog
 from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.memory import Pool
-from kvkeep.tiers.mover import Fetch, Result
-from kvkeep.tiers.summaries import Shown
+from kvkeep.tiers.mover import Fetch
 from kvkeep.wire import frames
 from kvkeep.wire.frames import HEADER_BYTES
 from kvkeep.wire.messages import SHARED_MEMORY
@@ -435,22 +434,6 @@ def _promote_after_clear() -> list[Patch]:
 # -- the shared tier
 
 
-def _forget_generations() -> list[Patch]:
-    """The names of blocks stay the same when their tenant is cleared."""
-
-    def place(self: Shared, tenant: str, layout: Any) -> str:
-        version, digest, _, means = right(self, tenant, layout).split("/")
-        return f"{version}/{digest}/0/{means}"
-
-    right = Shared._place
-    return [(Shared, "_place", place)]
-
-
-def _use_it_at_once() -> list[Patch]:
-    """A host that was cut off uses the tier before it has read which tenants were cleared."""
-    return [(Shared, "_knows_clears", property(lambda self: True))]
-
-
 def _stay_deaf_to_clears() -> list[Patch]:
     """What others clear is confirmed, and its generation is not used."""
 
@@ -482,11 +465,6 @@ def _answer_unconfirmed() -> list[Patch]:
     return [(Shared, "is_clearing", property(lambda self: bool(self._clears)))]
 
 
-def _ask_while_clearing() -> list[Patch]:
-    """A tenant's blocks are looked for under the old generation while it is being cleared."""
-    return [(Shared, "_is_cleared", lambda self, tenant: False)]
-
-
 def _keep_a_lost_log() -> list[Patch]:
     """A service that starts again empty gets no entries of the log again."""
     nothing_is_lost: Patch = (SharedLog, "_has_lost_its_end", lambda self: False)
@@ -506,19 +484,6 @@ def _trust_the_service() -> list[Patch]:
     return [(shared_process.SharedProcess, "_move", move), (Checksums, "open", good)]
 
 
-def _read_over_holes() -> list[Patch]:
-    """A block that could not be read does not end a hit."""
-
-    def end_read(self: Movement, tier: Any, job: Any, result: Any, now_ms: int) -> None:
-        if not result.error:
-            good = bytes([1]) * len(result.good)
-            result = Result(result.number, "", good, result.seconds, result.found, result.checksums)
-        right(self, tier, job, result, now_ms)
-
-    right = Movement._end_read
-    return [(Movement, "_end_read", end_read)]
-
-
 def _miss_for_ever() -> list[Patch]:
     """What the service lacked once is never asked for again."""
     return [(shared_tier, "MISS_LASTS_S", 1e9)]
@@ -529,29 +494,11 @@ def _remember_for_ever() -> list[Patch]:
     return [(RecentKeys, "remove", lambda self, place, keys: None)]
 
 
-def _trust_old_summaries() -> list[Patch]:
-    """What hosts published is taken for all that is there, however long ago it was read."""
-
-    def lacks(self: Shown, words: Any) -> bool:
-        return not summaries._test(self.bits, words).any()
-
-    return [(Shown, "lacks", lacks)]
-
-
-def _tell_nobody() -> list[Patch]:
-    """Blocks count as written before other hosts can know that they are there."""
-    return [(shared_process.SharedProcess, "_publish", lambda self, moving: None)]
-
-
 def _never_revive() -> list[Patch]:
     return [(Shared, "revive", lambda self, number: False)]
 
 
 MUTANTS = {
-    "forget-generations": Mutant("a clear does not change names", _forget_generations),
-    "use-it-at-once": Mutant(
-        "a host that was cut off uses the shared tier at once", _use_it_at_once
-    ),
     "stay-deaf-to-clears": Mutant(
         "generations of tenants that others cleared are not used", _stay_deaf_to_clears
     ),
@@ -559,18 +506,12 @@ MUTANTS = {
     "answer-unconfirmed": Mutant(
         "a clear is complete before other hosts have heard", _answer_unconfirmed
     ),
-    "ask-while-clearing": Mutant(
-        "blocks of a tenant that is being cleared come up", _ask_while_clearing
-    ),
     "keep-a-lost-log": Mutant("a service that lost the log stays without", _keep_a_lost_log),
     "trust-the-service": Mutant("values of the service are not verified", _trust_the_service),
-    "read-over-holes": Mutant("a block that is not there does not end a hit", _read_over_holes),
     "miss-for-ever": Mutant("a miss on the shared tier lasts for ever", _miss_for_ever),
     "remember-for-ever": Mutant(
         "what the shared tier has lost is not written again", _remember_for_ever
     ),
-    "trust-old-summaries": Mutant("summaries are trusted however old", _trust_old_summaries),
-    "tell-nobody": Mutant("blocks are written and not published", _tell_nobody),
     "never-revive": Mutant("a tier that was set aside is never used again", _never_revive),
     "trust-the-disk": Mutant("blocks from the disk are not verified", _trust_the_disk),
     "acknowledge-unsynced": Mutant(

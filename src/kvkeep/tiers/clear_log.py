@@ -198,5 +198,5 @@ def _part(place: str, number: int, clear: Entry | None = None) -> Part:
 def _decode(content: bytes) -> Entry:
     try:
         return msgspec.json.decode(content, type=Entry)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TierError(f"an entry of the log of clears cannot be read: {error}") from error
