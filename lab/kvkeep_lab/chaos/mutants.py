@@ -37,12 +37,10 @@ from kvkeep.store.order import EvictionOrder
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
-from kvkeep.tiers import mover_process, shared_process
-from kvkeep.tiers.checked_tier import Checksums, Verdict
+from kvkeep.tiers import mover_process
 from kvkeep.tiers.clear_log import SharedLog
 from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.memory import Pool
-from kvkeep.tiers.mover import Fetch
 from kvkeep.wire import frames
 from kvkeep.wire.frames import HEADER_BYTES
 from kvkeep.wire.messages import SHARED_MEMORY
@@ -471,19 +469,6 @@ def _keep_a_lost_log() -> list[Patch]:
     return [nothing_is_lost, (SharedLog, "_read_anew", lambda self: None)]
 
 
-def _trust_the_service() -> list[Patch]:
-    """Whatever the service returns is taken for what was written."""
-
-    def move(self: shared_process.SharedProcess, moving: Any, piece: slice) -> None:
-        right(self, moving, piece)
-        if isinstance(moving.job, Fetch):
-            moving.good[piece] = 1
-
-    right = shared_process.SharedProcess._move
-    good: Any = lambda self, name, head, proof, data: Verdict.GOOD  # noqa: E731
-    return [(shared_process.SharedProcess, "_move", move), (Checksums, "open", good)]
-
-
 def _miss_for_ever() -> list[Patch]:
     """What the service lacked once is never asked for again."""
     return [(shared_tier, "MISS_LASTS_S", 1e9)]
@@ -507,7 +492,6 @@ MUTANTS = {
         "a clear is complete before other hosts have heard", _answer_unconfirmed
     ),
     "keep-a-lost-log": Mutant("a service that lost the log stays without", _keep_a_lost_log),
-    "trust-the-service": Mutant("values of the service are not verified", _trust_the_service),
     "miss-for-ever": Mutant("a miss on the shared tier lasts for ever", _miss_for_ever),
     "remember-for-ever": Mutant(
         "what the shared tier has lost is not written again", _remember_for_ever
