@@ -84,7 +84,7 @@ def test_hosts_with_engines_of_several_tensor_parallel_sizes_share(
     hosts[0].stop(signal.SIGKILL)
     with engine(hosts[1], model, tensor_parallel_size=hits, extra=cut | WAITS) as other:
         # a request that comes before all are connected is a miss
-        sessions = lambda: ask(hosts[1].http, "/v1/status")["sessions"]  # noqa: E731
+        sessions = lambda: ask(hosts[1].http, "/v1/status", needs_token=True)["sessions"]  # noqa: E731
         assert eventually(lambda: sum(bool(each["identity"]) for each in sessions()) == hits + 1)
         [answer] = serve(other, [counting(tokens)])
     assert [answer.token_ids] == expected

@@ -399,7 +399,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def status(server: ServerProcess) -> dict[str, Any]:
-    answer: dict[str, Any] = ask(server.http, "/v1/status")
+    answer: dict[str, Any] = ask(server.http, "/v1/status", needs_token=True)
     return answer
 
 
