@@ -9,13 +9,17 @@ as the tier did. What that costs on a host with few processors no tier can avoid
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ from kvkeep.units import KIB, MIB
 PROBED_BLOCK_BYTES = 64 * KIB
 LEAST_POOL_BYTES = 64 * MIB
 _MOST_POOL_BYTES = 256 * MIB
+_FLOOR_BYTES = 256 * MIB
 _PROBED_BLOCKS = 512
 _CHAIN_BLOCKS = 64
 _ASK_EVERY_S = 0.002
@@ -55,6 +60,9 @@ def lookup_times(
         tiered = ends.enter_context(_Server("with", pool_bytes, "--tier", str(tier)))
         for server in (plain, tiered):
             server.fill()
+        data = None
+        if not tier.is_shared and tier_floor.has_fio():
+            data = ends.enter_context(_written_file(tier.directory.parent))
         for turn in range(turns):
             for server in (plain, tiered) if turn % 2 else (tiered, plain):
                 before = server.moved_bytes()
@@ -63,8 +71,7 @@ def lookup_times(
                     took[server.name] += server.lookups(samples // turns)
                     if server is tiered:
                         moved.add(server.moved_bytes() - before, time.perf_counter() - started)
-            if not tier.is_shared and tier_floor.has_fio():
-                data = tier.directory / "data"
+            if data is not None:
                 with tier_floor.reading(data, moved.bytes_per_s) as fio, plain.moving(most_gbps):
                     fio.again()
                     took["floor"] += plain.lookups(samples // turns)
@@ -82,6 +89,19 @@ def lookup_times(
         "p99_ms_floor": p99_ms.get("floor"),
         "floor_gbps": round(read.bytes_per_s / 1e9, 3),
     }
+
+
+@contextmanager
+def _written_file(directory: Path) -> Iterator[Path]:
+    """A file for fio. In that of the tier it would read what was never written, which takes no
+    input."""
+    with tempfile.NamedTemporaryFile(prefix="kvkeep-bench-", dir=directory) as file:
+        noise = secrets.token_bytes(MIB)
+        for _ in range(_FLOOR_BYTES // MIB):
+            file.write(noise)
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
 
 
 @dataclass
