@@ -318,6 +318,32 @@ def test_a_call_in_silence_opens_the_breaker_and_a_ping_closes_it(sim: Any) -> N
     assert connection.breaker.opened == 1
 
 
+def test_what_was_lost_with_a_silent_connection_ends_no_call_of_the_next(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, lost = sim.connected(ping_interval_ms=200), False
+
+    def reconnect() -> None:
+        nonlocal lost
+        lost = True
+
+    def was_lost() -> bool:
+        nonlocal lost
+        was, lost = lost, False
+        return was
+
+    monkeypatch.setattr(sim.transports[-1], "reconnect", reconnect)
+    monkeypatch.setattr(sim.transports[-1], "lost", was_lost)
+    sim.lose_everything()
+    sim.run(2_000)
+    assert connection.breaker.is_open
+    sim.network.faults = Faults()
+    while connection.breaker.is_open:
+        sim.run(10)
+    assert isinstance(connection.wait(look_up(connection)), m.Found)
+    assert "unreachable" not in connection.counters.failures
+
+
 def test_a_late_answer_closes_the_breaker_at_once(sim: Any) -> None:
     connection = sim.connected(ping_interval_ms=60_000)
     sim.network.faults = Faults(delay_ms=(150, 150))

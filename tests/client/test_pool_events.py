@@ -43,6 +43,9 @@ class Reader:
     def describe(self, most: int) -> Descriptions | None:
         return self.to_say.pop(0) if self.to_say else None
 
+    def forget_notes(self) -> None:
+        self.to_say.clear()
+
     def begin_content(self) -> None:
         self._before, self.there = self._before | self.there, {}
         self.contents += 1

@@ -174,7 +174,10 @@ def test_a_block_that_waited_for_its_parent_is_told_when_it_is_ready() -> None:
     assert subscriber.catch_up(events) == dict.fromkeys(split_keys(KEYS), m.IN_MEMORY)
 
 
-def test_a_disk_keeps_what_memory_loses_and_a_disk_that_is_set_aside_has_nothing() -> None:
+def test_a_disk_keeps_what_memory_loses_and_a_disk_that_is_set_aside_has_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_events, "MOST_DESCRIBED_BYTES", 4 * 300)
     lives = [Life(Random(1)), Life(Random(1))]
     used = [life.store for life in lives]
     events, subscriber = PoolEvents(lambda: list(used)), Subscriber(PRINTS[0])
@@ -192,6 +195,10 @@ def test_a_disk_keeps_what_memory_loses_and_a_disk_that_is_set_aside_has_nothing
     assert [subscriber.texts[block] for block in blocks] == said
     used.pop()
     assert subscriber.catch_up(events) == {} and subscriber.contents == 2
+    others = chain("b", 4)
+    lives[0].store.prepare_store(1, 2, "a", lives[0].layouts[0], 0, b"", others, 0)
+    complete(lives[0], 2, 4)
+    assert events.describe("a", layout, others, said) == 4, "no description of the disk's is kept"
 
 
 # -- by messages

@@ -4,12 +4,14 @@ and only the operator has it."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.server.conftest import Running, Start
 
+from kvkeep.bench.recordings import Recording, summarize
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.quotas import KeptQuotas
@@ -298,3 +300,16 @@ def test_a_recording_needs_the_token(running: Running) -> None:
     ):
         assert running.ask(path, method, WANTED, wrong)[0] == 401
     assert running.daemon.service.recorder is None
+
+
+def test_a_client_can_neither_swell_nor_spoil_a_recording(world: World, tmp_path: Path) -> None:
+    peer = world.peer().attach()
+    asked = m.Finish("x" * 1_000_000, 1, b"k" * 16)
+    assert peer.refusal(asked, number=2**63 + 5) == "bad_tenant"
+    assert peer.refusal(m.Finish("y", 1, b"k" * 16)) == "bad_tenant"
+    world.recorder.end(STOPPED)
+    said = [line for line in world.take() if line.get("op") == "finish"]
+    assert [line["tenant"] for line in said] == [1, 1], "names that are refused are not kept"
+    file = tmp_path / "requests.jsonl"
+    file.write_text(world.text)
+    assert summarize(Recording(str(file))).tenants == 1

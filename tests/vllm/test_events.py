@@ -429,6 +429,43 @@ def test_what_another_engine_wrote_is_an_event_or_nothing(seed: int) -> None:
     msgspec.msgpack.encode(events.take())
 
 
+def test_a_time_that_no_calendar_has_is_no_event() -> None:
+    """msgspec raises a plain ValueError for it."""
+    pool, asked = Pool(), request(TOKENS, **SAYS["images, salted"])
+    store(pool, pool.engine(), state_of(asked), 0, 1)
+    events, good = pool.engine(scope=b"none"), pool.texts[address_of(asked, 0)]
+    fields = msgspec.msgpack.decode(good)
+    year_10000 = (0).to_bytes(4, "big") + (253_402_300_800).to_bytes(8, "big")
+    fields[4][0][2] = [[msgspec.msgpack.Ext(-1, year_10000)]]
+    events.place(b"0" * 16, IN_MEMORY, msgspec.msgpack.encode(fields))
+    events.tidy()
+    assert not events.take()
+
+
+def test_a_job_of_before_a_reset_describes_blocks_of_before() -> None:
+    pool, asked = Pool(), request(TOKENS)
+    events, done = pool.engine(), job(1, 0, 3)
+    events.prepared(done, state_of(asked))
+    events.completed(Completed(stores=[done]))
+    events.reset(b"sha256 and a generation")
+    pool.tell_all(events)
+    assert pool.take_descriptions(events) == 3
+    assert events.take() == [], "this engine finds them no more"
+
+
+def test_notes_for_a_server_that_is_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_events, "_MOST_NOTED_TOKENS", 30)
+    pool = Pool()
+    events = pool.engine()
+    for number in range(4):
+        done = job(number, 0, 3)
+        events.prepared(done, state_of(request([number, *TOKENS])))
+        events.completed(Completed(stores=[done]))
+        events.forget_notes()
+        assert events.describe(9) is None
+    assert len(store(pool, events, state_of(request(TOKENS)), 0, 3)) == 1, "there is room again"
+
+
 def test_what_is_published_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, asked = Pool(), request(TOKENS)
     store(pool, pool.engine(), state_of(asked), 0, 5)

@@ -429,8 +429,13 @@ class Connection:
                 self._end(call, "breaker_open")
             if self._ping in overdue:  # a moment's silence is counted; one of seconds is told
                 self._tell_outage()
-                # if the connection is what is silent, the next one may not be
-                self._transport.reconnect()
+                self._reconnect()
+
+    def _reconnect(self) -> None:
+        """If the connection is what is silent, the next one may not be. No call is on its way, so
+        nothing was lost with the old one."""
+        self._transport.reconnect()
+        self._transport.lost()
 
     def _end(self, call: Call, failure: str) -> None:
         call.failure = failure
@@ -573,7 +578,7 @@ class Connection:
                 f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
             )
         if step.failure == "deadline":
-            self._transport.reconnect()
+            self._reconnect()
         refusal = self.refusal or self._transport.refusal()
         why = refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
         self.start_over()

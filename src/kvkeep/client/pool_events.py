@@ -40,6 +40,9 @@ class BlockReader(Protocol):
     def describe(self, most: int) -> Descriptions | None:
         """The next blocks, `most` at most, that the server is to know a description of."""
 
+    def forget_notes(self) -> None:
+        """What was to be described next is not."""
+
     def begin_content(self) -> None:
         """All blocks that are there follow: what is not among them is gone."""
 
@@ -91,6 +94,7 @@ class PoolFeed:
         welcome = connection.welcome
         if welcome is None or not connection.up:
             self._call = self._telling = None  # they have failed
+            self._reader.forget_notes()
             return
         self.is_allowed = self._may_ask(connection, welcome)
         if not self.is_allowed:

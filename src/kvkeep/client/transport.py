@@ -135,7 +135,7 @@ class StreamTransport:
 
     def wait(self, timeout_ms: int) -> None:
         stream = self._stream
-        if stream is None or (stream.is_over and not self._is_open):
+        if stream is None or self._is_closed or (stream.is_over and not self._is_open):
             self._poll(None, timeout_ms, 0)
             return
         if self._is_open:

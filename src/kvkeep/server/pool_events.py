@@ -208,10 +208,13 @@ class PoolEvents:
             self._described_bytes -= len(text) + _ENTRY_BYTES
 
     def _follow_stores(self) -> None:
-        """A disk that is set aside has nothing any more: all engines ask for all blocks."""
+        """A disk that is set aside has nothing any more: all engines ask for all blocks, and
+        describe theirs again."""
         stores = self._find_stores()
         if stores == self._stores:
             return
+        if any(store not in stores for store in self._stores):
+            self._parts, self._described_bytes = [{} for _ in range(_PARTS)], 0
         self._stores = stores
         for store in stores:
             store.blocks.changes = self

@@ -28,6 +28,7 @@ from msgspec.json import encode
 
 from kvkeep import __version__
 from kvkeep.errors import RequestError
+from kvkeep.kv.identity import is_tenant
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.quotas import KeptQuotas
 from kvkeep.server.sessions import ServerSession
@@ -35,8 +36,8 @@ from kvkeep.store.store import Store
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Signed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0)]  # any that a message can have
+Signed = int
 
 VERSION: Final = 1
 MOST_SECONDS: Final = 3600
@@ -369,6 +370,7 @@ class Recorder:
         return numbers
 
     def _tenant(self, tenant: str) -> int:
+        tenant = tenant if is_tenant(tenant) else ""  # refused, and as long as a message
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
 
     def _session(self, token: int) -> int:

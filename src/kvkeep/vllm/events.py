@@ -142,6 +142,7 @@ class _Note:
     keys: bytes  # with that of the block before the first, if there is one
     tokens: list[int]
     hashes: list[tuple[bytes | None, Sequence[bytes]]]  # of each group, and the one before them
+    scope: bytes
     described: int = 0  # blocks, so far
 
 
@@ -178,6 +179,8 @@ class CacheEvents:
         self._scope = self._next_scope = scope
         self._jobs: dict[int, _Note] = {}
         self._notes: deque[_Note] = deque()
+        self._noted_tokens = 0  # of all notes so far; only the scheduler's thread adds to it
+        self._described_tokens = 0  # of those that have left; only the Heartbeat adds to it
         self._blocks: dict[bytes, _Block] = {}
         self._stale: dict[bytes, _Block] = {}  # of before `begin_content`, not seen since
         self._has_ended = True  # the content: what is stale is gone
@@ -212,19 +215,20 @@ class CacheEvents:
         tokens = request.all_token_ids[first * self._block_tokens : stop * self._block_tokens]
         keys = bytes(state.keys[max(0, first - 1) * KEY_BYTES : stop * KEY_BYTES])
         tenant = tenant_of(state.salt)
-        self._jobs[job.number] = _Note(tenant, request, first, keys, list(tokens), hashes)
+        scope = self._next_scope
+        self._jobs[job.number] = _Note(tenant, request, first, keys, list(tokens), hashes, scope)
 
     def completed(self, completed: Completed) -> None:
         """The server discards descriptions of blocks that it does not have. Beyond a limit, jobs are
         not described: their blocks are when they are used again."""
         if not self._jobs:
             return
-        left = _MOST_NOTED_TOKENS - sum(len(note.tokens) for note in list(self._notes))
+        most = _MOST_NOTED_TOKENS + self._described_tokens
         for job in (*completed.stores, *completed.loads):
             note = self._jobs.pop(job.number, None)
-            if note is not None and len(note.tokens) <= left:
+            if note is not None and self._noted_tokens + len(note.tokens) <= most:
+                self._noted_tokens += len(note.tokens)
                 self._notes.append(note)
-                left -= len(note.tokens)
 
     def reset(self, scope: bytes) -> None:
         """Nothing that was stored before is found again by this engine."""
@@ -241,10 +245,18 @@ class CacheEvents:
             note = self._notes[0]
             found = self._texts_of(note, most)
             if note.described == len(note.tokens) // self._block_tokens:
-                self._notes.popleft()
+                self._forget_note()
             if found.texts:
                 return found
         return self._describe_again(most) if self._undescribed else None
+
+    def forget_notes(self) -> None:
+        """No server is there: blocks are described when they are used again."""
+        while self._notes:
+            self._forget_note()
+
+    def _forget_note(self) -> None:
+        self._described_tokens += len(self._notes.popleft().tokens)
 
     def _texts_of(self, note: _Note, most: int) -> Descriptions:
         """Of the next blocks of a note that are not described. Describes some, and notes how far it
@@ -258,7 +270,7 @@ class CacheEvents:
             start = before + at * KEY_BYTES
             key = note.keys[start : start + KEY_BYTES]
             known = self._blocks.get(addresses(key, self._fingerprint))
-            if known is not None and known.scope == self._scope:
+            if known is not None and known.scope == note.scope:
                 continue
             above = note.keys[start - KEY_BYTES : start] if start else b""
             try:
@@ -284,7 +296,7 @@ class CacheEvents:
             groups.append(GroupBlocks(parent, list(hashes[start:stop]), extra_keys))
         lora = request.lora_request
         return Description(
-            self._scope,
+            note.scope,
             note.tenant,
             addresses(above, self._fingerprint) if above else b"",
             np.array(tokens, dtype="<u4").tobytes(),
@@ -371,7 +383,7 @@ class CacheEvents:
         """Another engine has written it: None unless it describes a block of ours."""
         try:
             description = _decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors, too
             return None
         if len(description.tokens) != self._block_tokens * 4 or len(description.parent) not in (
             0,
