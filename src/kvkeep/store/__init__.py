@@ -6,6 +6,7 @@
     blocks.py     the steps in which a block changes state
     eviction.py   makes room: victims within quotas
     emptying.py   slabs that change their slot size, emptied in turns
+    draining.py   slabs that wait for what is held in them, and let nothing more be held
     order.py      which leaf is evicted first
     tenants.py    usage, quotas and limits, exact
     key_index.py  a tenant's blocks by key

@@ -22,6 +22,7 @@ from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.outcomes import DROPPED
 from kvkeep.kv.presence import Presence
 from kvkeep.store.departed import Departures
+from kvkeep.store.draining import Draining
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
@@ -65,6 +66,7 @@ class Blocks:
         self.tenants = tenants
         self.layouts = layouts
         self.slabs = slabs
+        self.draining = Draining(self.table, slabs)
         self.order = EvictionOrder(self.table, tenants, layouts)
         self.sequence = 0  # counts uses; the clock of the eviction order
         # row of an incomplete block -> bit mask of its shards that have arrived

@@ -6,6 +6,8 @@ and more hang below them, so this may take several turns:
     close     the slab gives out no more slots
     foresee   nothing is evicted if a block of the slab must stay, or one of the first blocks below
     evict     leaves first. Each piece asks again whether its blocks may go
+    drain     if nothing could be emptied, and the tenant's own quota promises it room: the coldest
+              slabs wait until nothing in them is held (`draining.py`)
 
 If a block must stay after all, the slab is opened again and the next one is tried. What was evicted
 by then is gone: blocks that were their owners' to lose, and that nobody has used since."""
@@ -108,24 +110,15 @@ class Emptying:
             for slab in (yield from self._nearly_empty()):
                 if (yield from self._empty(slab, _Rules(begun, self.tenant, of_any=True))):
                     return True
+            coldest = yield from self._by_last_use(held_ones=True)
+            self._blocks.draining.begin(coldest[: self._slabs_promised], self._now_ms)
         return False
 
     def _coldest(self) -> Generator[None, None, list[int]]:
         """The coldest slabs of other sizes without blocks that must stay, the coldest first; among
         those last used at the same time, the one with the fewest blocks below."""
-        many, others = self._blocks.table.many, self._slabs_of_other_sizes()
-        protected = yield from self._protected()
-        last_used = np.zeros(max(others, default=0) + 1, dtype=np.int64)
-
-        def note_uses(rows: Rows, slabs: Rows) -> None:
-            rows, slabs = rows[slabs < len(last_used)], slabs[slabs < len(last_used)]
-            owners = np.minimum(many.tenant[rows], len(protected) - 1)
-            stays = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | protected[owners]
-            np.maximum.at(last_used, slabs, np.where(stays, NEVER, many.used[rows]))
-
-        yield from self._scan(note_uses)
-        coldest = [slab for slab in others if last_used[slab] < NEVER]
-        coldest = sorted(coldest, key=lambda slab: last_used[slab])[:_SLABS_LOOKED_AT]
+        many = self._blocks.table.many
+        coldest = (yield from self._by_last_use(held_ones=False))[:_SLABS_LOOKED_AT]
         found: dict[int, list[Rows]] = {slab: [] for slab in coldest}
 
         def collect(rows: Rows, slabs: Rows) -> None:
@@ -140,6 +133,24 @@ class Emptying:
             if self.left <= 0:
                 yield
         return sorted(ranks, key=lambda slab: ranks[slab])
+
+    def _by_last_use(self, *, held_ones: bool) -> Generator[None, None, list[int]]:
+        """The slabs of other sizes whose blocks their owners may lose, the coldest first.
+        `held_ones`: also those with blocks that are being read or written."""
+        many, others = self._blocks.table.many, self._slabs_of_other_sizes()
+        protected = yield from self._protected()
+        last_used = np.zeros(max(others, default=0) + 1, dtype=np.int64)
+
+        def note_uses(rows: Rows, slabs: Rows) -> None:
+            rows, slabs = rows[slabs < len(last_used)], slabs[slabs < len(last_used)]
+            stays = protected[np.minimum(many.tenant[rows], len(protected) - 1)]
+            if not held_ones:
+                stays = stays | (many.held[rows] > 0) | (many.state[rows] == EVICTING)
+            np.maximum.at(last_used, slabs, np.where(stays, NEVER, many.used[rows]))
+
+        yield from self._scan(note_uses)
+        coldest = [slab for slab in others if last_used[slab] < NEVER]
+        return sorted(coldest, key=lambda slab: last_used[slab])
 
     def _protected(self) -> Generator[None, None, NDArray[np.bool_]]:
         """By number, whether a tenant may lose nothing. The last entry is that of newer ones."""
@@ -183,7 +194,7 @@ class Emptying:
             found.append(rows[slabs == slab])
             return self._is_busy(found[-1], rules)
 
-        slabs.close(slab)
+        has_closed = slabs.close(slab)
         try:
             yield from self._scan(collect)
             inside = np.concatenate(found)
@@ -199,7 +210,8 @@ class Emptying:
                     return False
             return True
         finally:
-            slabs.open(slab)
+            if has_closed:
+                slabs.open(slab)
 
     def _evict_tree(self, row: int, slab: int, rules: _Rules, most: int) -> Turns:
         """Evicts a block of the slab and all below it. Returns whether it is gone. `most`: what all
@@ -289,6 +301,12 @@ class Emptying:
 
     def _slabs_of_other_sizes(self) -> dict[int, int]:
         return self._blocks.slabs.slabs_of_other_sizes(self._slot_bytes)
+
+    @property
+    def _slabs_promised(self) -> int:
+        """How many slabs the rest of the tenant's own quota fills."""
+        left_bytes = (self.tenant.quota_bytes or 0) - self.tenant.usage_bytes
+        return max(0, -(-left_bytes // self._blocks.slabs.slab_bytes))
 
     @property
     def _wanted_bytes(self) -> int:

@@ -76,6 +76,7 @@ class Eviction:
         self._blocks.order.note_expired(now_ms)
         if self._blocks.has_to_sweep:
             self._blocks.sweep()
+        self._blocks.draining.is_active(now_ms)  # opens slabs
         wanted = self._within_limit(tenant, slot_bytes, wanted, now_ms)
         available = slabs.available(slot_bytes)
         while available < wanted and not self._budget.spent():

@@ -57,11 +57,18 @@ class Slabs:
         """Adds `count` slabs whose memory is ready, from slab number `first` on."""
         self._unused[:0] = range(first + count - 1, first - 1, -1)
 
-    def close(self, slab: int) -> None:
-        """Stops giving out slots of a slab that has a slot size, until it has lost it or `open`."""
+    def is_closed(self, slab: int) -> bool:
+        return slab in self._closed
+
+    def close(self, slab: int) -> bool:
+        """Stops giving out slots of a slab that has a slot size, until it has lost it or `open`.
+        Returns False if it was closed."""
+        if slab in self._closed:
+            return False
         slot_bytes = self._slot_bytes[slab]
         self._closed[slab] = self._partial[slot_bytes].pop(slab, [])
         self._free_slots[slot_bytes] -= len(self._closed[slab])
+        return True
 
     def open(self, slab: int) -> None:
         """Gives out slots of a closed slab again. Nothing if it is not closed."""

@@ -258,7 +258,7 @@ class Store:
         if not len(rows) or many.layout[rows[-1]] != layout:
             return Hit.unleased(0, shape.shards)
         if self.tenants.reserved_bytes:
-            rows = self._that_may_be_held(owner, shape, rows)
+            rows = self._that_may_be_held(owner, shape, rows, blocks, now_ms)
             if not len(rows):
                 return Hit.unleased(skip, shape.shards)
         deepest = int(rows[-1])
@@ -359,6 +359,8 @@ class Store:
         if self.tenants.reserved_bytes:
             may_hold = self.tenants.may_hold(known, self.slabs.capacity_bytes) // shape.slot_bytes
             may_hold -= not_held(self.blocks.table, above)
+            if self.blocks.draining.is_active(now_ms) and self.blocks.draining.reaches(above):
+                may_hold = 0
             room = min(room, may_hold)
             if may_hold < 0 and joined:
                 new_from, joined = joined[0][0], []
@@ -502,9 +504,17 @@ class Store:
         return 0
 
     def _that_may_be_held(
-        self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]
+        self, owner: Tenant, shape: Layout, rows: NDArray[np.int64], blocks: int, now_ms: int
     ) -> NDArray[np.int64]:
-        """The first rows of a chain, as many as the tenant may hold."""
+        """The first ones of these rows, as many as the tenant may hold. They are the last of a
+        chain of `blocks`."""
+        if self.blocks.draining.is_active(now_ms):
+            above = self.blocks.draining.blocks_above(int(rows[-1]), blocks)
+            may_stay = max(0, above - (blocks - len(rows)))
+            self.withheld_blocks += len(rows) - may_stay
+            rows = rows[:may_stay]
+            if not len(rows):
+                return rows
         may_hold = self.tenants.may_hold(owner, self.slabs.capacity_bytes) // shape.slot_bytes
         too_many = min(max(0, not_held(self.blocks.table, int(rows[-1])) - may_hold), len(rows))
         self.withheld_blocks += too_many
