@@ -88,6 +88,8 @@ QUICK = (
 # A Mooncake cluster of real processes takes long where the processor is shared.
 NIGHTLY_PARAMETERS = ("[mooncake]",)
 NIGHTLY: tuple[str, ...] = (
+    "bench/test_plan.py::test_on_a_real_trace",
+    "bench/test_shared_tier.py::test_two_runs",
     "chaos/test_real.py",
     "deploy/test_image.py",
 )

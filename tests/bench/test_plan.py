@@ -1,8 +1,11 @@
-"""A plan has the figures of `kvkeep bench replay`, and what follows from them."""
+"""A plan has the figures of `kvkeep bench replay`, and what follows from them.
+
+KVKEEP_TEST_TRACE=conversation_trace.jsonl also compares them on that trace, which takes minutes."""
 
 from __future__ import annotations
 
 import json
+import os
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from kvkeep.bench.replay import Replayed
 from kvkeep.bench.traces import read_trace
 from kvkeep.errors import KVKeepError
 
+TRACE = os.environ.get("KVKEEP_TEST_TRACE", "")
 COSTS = Costs(block_tokens=100, token_bytes=1000, prefill_speed=1000, memory_speed=10_000_000)
 
 
@@ -40,17 +44,27 @@ def made(path: str) -> Plan:
     return plan(path, read_trace(path), COSTS, [200, 1000, 5000], [1500])
 
 
+def benched_hit_rates(path: str, blocks: tuple[int, ...]) -> dict[tuple[int, int], float]:
+    """By the blocks in memory and on disk."""
+    rows = replay.run(path, policy=("lru", "adaptive"), blocks=blocks)["rows"]
+    return {(row["blocks"], row["disk_blocks"]): row["hit_rate"] for row in rows}
+
+
 def test_every_row_agrees_with_bench_replay(path: str, made: Plan) -> None:
-    benched = {
-        (row["blocks"], row["disk_blocks"]): row["hit_rate"]
-        for row in replay.run(path, policy=("lru", "adaptive"), blocks=(200, 1000, 1500, 5000))[
-            "rows"
-        ]
-    }
+    benched = benched_hit_rates(path, (200, 1000, 1500, 5000))
     ours = {(row.memory_blocks, row.disk_blocks): row.hit_rate for row in made.rows}
     assert [*ours] == [(200, 0), (1000, 0), (5000, 0), (1000, 1500)]
     assert ours == {size: benched[size] for size in ours}
     assert ours[200, 0] < ours[1000, 0] < ours[5000, 0]
+
+
+@pytest.mark.skipif(not TRACE, reason="NOT TESTED: KVKEEP_TEST_TRACE names no trace")
+def test_on_a_real_trace_every_row_agrees_with_bench_replay() -> None:
+    trace = read_trace(TRACE)
+    with_disk = plan(TRACE, trace, Costs(), [1000], [3000, 10_000]).rows
+    in_memory = plan(TRACE, trace, Costs(), [3000, 10_000], [1]).rows[:2]
+    ours = {(row.memory_blocks, row.disk_blocks): row.hit_rate for row in with_disk + in_memory}
+    assert ours == benched_hit_rates(TRACE, (1000, 3000, 10_000))
 
 
 def test_the_knee_is_where_memory_begins_to_bring_less(made: Plan) -> None:

@@ -57,7 +57,7 @@ def test_a_disk_that_gives_nothing_back_is_noticed(
         restart(self, empty_disk=True)
 
     monkeypatch.setattr(tier_hits._Server, "restart", lose_all)
-    with pytest.raises(KVKeepError, match="0 of 6 blocks came from the disk"):
+    with pytest.raises(KVKeepError, match="0 of 6 blocks came from the tier"):
         hit_times(TierAddress(tmp_path / "tier", 64 * MIB), (100,), 1)
 
 

@@ -5,6 +5,7 @@ index.py               memory and speed of the index
 turns.py               the longest turns of the server's loop
 turns_tiers.py         those of work for tiers, and of many tenants on them
 turns_world.py         a store that is filled for them
+observe.py             the cost of attribution, metrics, reports and events
 security.py            the cost of TLS, and timing between tenants
 vllm_load.py           real vLLM under load
 vllm_stations.py       its scenarios and engines

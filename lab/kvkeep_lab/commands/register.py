@@ -14,6 +14,7 @@ BENCHES = {
     "turns": "The longest time that each request occupies the server's loop.",
     "security": "The cost of TLS, and what timing reveals about other tenants.",
     "engine": "The cost of a cache on misses, and its gain on hits.",
+    "observe": "The cost of attribution, metrics, reports and events for routers.",
     "vllm-load": "Throughput and decoding speed of real vLLM under load, with the same connectors.",
     "vllm-paused": "Throughput of real vLLM while the server hangs, against no connector.",
 }

@@ -57,7 +57,7 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
     )
     if not connection.wait_until_up(10_000):
         raise Unavailable(f"no session with {address}: {connection.refusal}")
-    chains = _fill(connection, resident)
+    chains = fill(connection, resident)
     rows = []
     for blocks in _BLOCKS:
         for kind in ("miss", "hit"):
@@ -79,7 +79,7 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
     return rows
 
 
-def _fill(connection: Connection, resident: int) -> list[bytes]:
+def fill(connection: Connection, resident: int) -> list[bytes]:
     """Stores chains until so many blocks are resident, in turns as conversations grow; a quarter of
     the blocks are in long chains, which are returned."""
     long = [os.urandom(_LONGEST * KEY_BYTES) for _ in range(max(1, resident // 4 // _LONGEST))]
@@ -115,17 +115,17 @@ def _measure(
     for turn in range(rounds + 10):
         chain = chains[turn % len(chains)] if kind == "hit" else os.urandom(_LONGEST * KEY_BYTES)
         message = m.Lookup(DEFAULT_TENANT, _layout(connection), chain[: blocks * KEY_BYTES])
-        ping_us, _ = _timed(connection, m.Ping())
-        lookup_us, (lease, found) = _timed(connection, message)
+        ping_us, _ = timed(connection, m.Ping())
+        lookup_us, (lease, found) = timed(connection, message)
         assert isinstance(found, m.Found) and found.blocks == (blocks if kind == "hit" else 0)
-        _timed(connection, m.Release([lease]))
+        timed(connection, m.Release([lease]))
         if turn >= 10:
             pings.append(ping_us)
             lookups.append(lookup_us)
     return pings, lookups
 
 
-def _timed(connection: Connection, message: m.Message) -> tuple[float, tuple[int, m.Reply | None]]:
+def timed(connection: Connection, message: m.Message) -> tuple[float, tuple[int, m.Reply | None]]:
     started = time.perf_counter()
     call = connection.call(message, _DEADLINE_MS)
     reply = connection.wait(call)

@@ -11,7 +11,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.checksum import checksum
+from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.server.shared import tenant_digest
 from kvkeep.server.startup import SharedFiles
 from kvkeep.testing.process import JsonProcess, wait_for
 from kvkeep.tiers.memory import Pool
@@ -82,6 +84,19 @@ def rows(
                     }
                 )
     return found, find_ms
+
+
+@contextmanager
+def own_salt(address: TierAddress) -> Iterator[str]:
+    """A salt that no run has had. What servers have stored with it leaves a shared tier at the end
+    of the block, when they must have stopped."""
+    salt = secrets.token_hex(8)
+    try:
+        yield salt
+    finally:
+        if address.is_shared:
+            with closing(open_tier(address)) as tier:
+                tier.delete(f"v1/{tenant_digest(tenant_of(salt))}/")
 
 
 class _UnderTest:

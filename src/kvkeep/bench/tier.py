@@ -66,10 +66,8 @@ def run(
     hit_repeats: int = 3,
 ) -> dict[str, Any]:
     """Hits in an engine; blocks of each size written and read, in turns with the floor; lookups
-    meanwhile; and how long the index of a full log takes to recover."""
+    meanwhile; and how long the index of a disk's full log takes to recover."""
     address = _address(tier)
-    if address.is_shared:
-        return _run_shared(address, block_bytes, total_bytes, rounds, hits, hit_tokens, hit_repeats)
     for nbytes in block_bytes:
         if nbytes % SLOT_ALIGN or not SLOT_ALIGN <= nbytes <= JOB_BYTES:
             raise SettingsError(
@@ -77,12 +75,13 @@ def run(
                 f"{format_size(JOB_BYTES)}",
                 "use 64KiB or 1MiB, say",
             )
+    if address.size_bytes:  # or it would be evicted before it is read
+        total_bytes = min(total_bytes, address.size_bytes // 4)
+    if address.is_shared:
+        return _run_shared(address, block_bytes, total_bytes, rounds, hits, hit_tokens, hit_repeats)
     measure, floor = tier_floor.threads, "own threads"
     if tier_floor.has_fio():
         measure, floor = tier_floor.fio, "fio"
-    total_bytes = min(
-        total_bytes, address.size_bytes // 4
-    )  # or it would be evicted before it is read
     result: dict[str, Any] = {"floor": floor, "engine": engine_kind() if hits else ""}
     found: list[Any] = []
     if result["engine"]:
@@ -95,11 +94,11 @@ def run(
             rows += _rows(tested, measure, total_bytes, rounds)
     with _directory(address.directory) as directory:
         own = replace(address, directory=directory)
-        lookup = lookup_times(own, LOOKUPS, most_gbps=_PACE * _nearest(rows)["gbps"])
+        lookup = _lookup(own, rows)
     with _directory(address.directory) as directory:
         recovery = _recovery(directory, address.size_bytes)
     rows = [{"tier": str(address), **row} for row in rows]
-    lookup |= _against_bench(lookup["moved_gbps"], rows)
+    lookup["found_512_ms"] = None  # a disk's index is in the server
     return result | {"rows": rows, "lookup": lookup, "recovery": recovery, "hits": found}
 
 
@@ -114,24 +113,21 @@ def _run_shared(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"floor": "the client library", "engine": "", "hits": []}
     rows, find_ms = shared_tier.rows(address, block_bytes, total_bytes, rounds)
-    lookup = lookup_times(address, LOOKUPS)
-    lookup |= _against_bench(lookup["moved_gbps"], rows) | {"found_512_ms": round(find_ms, 3)}
+    lookup = _lookup(address, rows) | {"found_512_ms": round(find_ms, 3)}
     if hits and engine_kind():
         result["engine"], result["hits"] = hit_times(address, hit_tokens, hit_repeats)
-    return result | {"rows": rows, "lookup": lookup}
+    return result | {"rows": rows, "lookup": lookup, "recovery": None}
 
 
-def _nearest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of reads of the size nearest to the blocks of the lookups."""
+def _lookup(address: TierAddress, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Lookups while the tier moves blocks; how fast it reads blocks of that size by the rows, and
+    what part of that it moved meanwhile."""
     reads = [row for row in rows if row["direction"] == "read"]
-    return min(reads, key=lambda row: abs(row["block_bytes"] - PROBED_BLOCK_BYTES))
-
-
-def _against_bench(moved_gbps: float, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How fast the tier reads blocks like those of the lookups, and what part of that it moved
-    meanwhile."""
-    bench_gbps = _nearest(rows)["gbps"]
-    return {"bench_gbps": bench_gbps, "bench_fraction": round(moved_gbps / bench_gbps, 3)}
+    nearest = min(reads, key=lambda row: abs(row["block_bytes"] - PROBED_BLOCK_BYTES))
+    bench_gbps = nearest["gbps"]
+    lookup = lookup_times(address, LOOKUPS, most_gbps=_PACE * bench_gbps)
+    fraction = round(lookup["moved_gbps"] / bench_gbps, 3)
+    return lookup | {"bench_gbps": bench_gbps, "bench_fraction": fraction}
 
 
 def _recovery(directory: Path, size_bytes: int) -> dict[str, Any]:
@@ -170,12 +166,10 @@ def _address(tier: str) -> TierAddress:
             f"--tier {quote_tiers(tier)} is not one tier", "disk:///path?size=2GiB, say"
         )
     (address,) = addresses
-    if address.is_shared:
-        return address
-    if address.size_bytes < 4 * LEAST_POOL_BYTES:
+    if 0 < address.size_bytes < 4 * LEAST_POOL_BYTES:
         least = format_size(4 * LEAST_POOL_BYTES)
         raise SettingsError(f'--tier "{tier}" is too small to measure', f"use size={least} or more")
-    if not address.directory.is_dir():
+    if not address.is_shared and not address.directory.is_dir():
         raise SettingsError(f"{address.directory} is no directory", "make it, or use another")
     return address
 

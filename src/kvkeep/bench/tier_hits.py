@@ -1,24 +1,21 @@
-"""How long a prompt takes whose blocks only a disk has, against computing it and against a hit in
+"""How long a prompt takes whose blocks only a tier has, against computing it and against a hit in
 memory. In real vLLM; without vLLM in the reference engine.
 
     computed   by an engine without a cache, whose tokens the other engine must answer, too
-    memory     from the server's memory; the disk promotes nothing meanwhile
-    tier       the server was restarted with empty memory, so the disk promotes every block
+    memory     from the server's memory; the tier promotes nothing meanwhile
+    tier       the server was restarted with empty memory, so the tier promotes every block
 
-Both engines live at the same time and take turns. Each prompt is new, and the disk is empty before
+Both engines live at the same time and take turns. Each prompt is new, and a disk is empty before
 it. The first prompt of each length warms up, and eight tokens of each answer are compared."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import secrets
 import shutil
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvkeep.bench.shared_tier import own_salt
 from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import Turns, find_device, installed, say, signals_end_the_block
 from kvkeep.bench.vllm_setup import (
@@ -43,8 +41,13 @@ from kvkeep.tiers.service_address import given_credentials
 from kvkeep.tiers.tier_address import TierAddress
 from kvkeep.units import MIB, format_size
 
-# A hit is measured, whatever it costs, and the request waits for all of its blocks.
-_OPTIONS = {"kvkeep.load_when": "always", "kvkeep.tier_patience": "wait"}
+# A hit is measured, whatever it costs, and the request waits for all of its blocks, and for a busy
+# server.
+_OPTIONS = {
+    "kvkeep.load_when": "always",
+    "kvkeep.tier_patience": "wait",
+    "kvkeep.lookup_deadline_ms": 10_000,
+}
 _COUNTING = "num_kvkeep_extra_cached_tokens"
 _CASES = ("computed", "memory", "tier")
 _CHECKED_TOKENS = 8
@@ -53,13 +56,13 @@ _PROMPTS_IN_POOL = 3
 _WITHIN_S = 120.0
 _ASK_EVERY_S = 0.02
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 class Engine(Protocol):
     """What is asked of each kind of engine."""
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer: ...
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None
+    ) -> Answer: ...
 
     def drop_local_cache(self) -> None: ...
 
@@ -96,12 +99,13 @@ def hit_times(tier: TierAddress, lengths: Sequence[int], repeats: int) -> tuple[
     ):
         prompt_bytes = max(lengths) * kind.kv_token_bytes
         _check_size(tier, prompt_bytes)
+        salt = ends.enter_context(own_salt(tier))
         server = ends.enter_context(_Server(tier, _PROMPTS_IN_POOL * prompt_bytes + 256 * MIB))
         turns = Turns.on(kind.device)
         plain, cached = (
             ends.enter_context(kind.make(address)) for address in (None, server.process.address)
         )
-        bench = _Hits(kind, server, plain, cached, turns)
+        bench = _Hits(kind, server, plain, cached, turns, salt)
         rows = []
         for length in lengths:
             for turn in range(repeats + 1):
@@ -130,8 +134,7 @@ class _Hits:
     plain: Engine
     cached: Engine
     turns: Turns
-    # A shared tier may have what an earlier run has stored.
-    seed: int = field(default_factory=lambda: secrets.randbits(32))
+    salt: str  # a shared tier may have what an earlier run has stored
     samples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     cached_tokens: dict[int, int] = field(default_factory=dict)
     same_tokens: dict[int, bool] = field(default_factory=dict)
@@ -139,9 +142,7 @@ class _Hits:
     def round(self, length: int, turn: int) -> None:
         """One prompt in all three ways. Turn 0 is not measured."""
         prompt: list[int] = (
-            np.random.default_rng([self.seed, length, turn])
-            .integers(0, self.kind.vocab_size, length)
-            .tolist()
+            np.random.default_rng([length, turn]).integers(0, self.kind.vocab_size, length).tolist()
         )
         blocks = (length - 1) // self.kind.block_tokens
         answers = {"computed": self._ask(self.plain, prompt, turn)}
@@ -151,13 +152,13 @@ class _Hits:
         self.server.wait_until_on_disk(blocks)
         answers["memory"] = self._ask(self.cached, prompt, turn)
         if self.server.promoted_blocks():
-            raise KVKeepError("a hit in memory took blocks from the disk")
+            raise KVKeepError("a hit in memory took blocks from the tier")
         self.server.restart(empty_disk=False)
         self._connect()
         answers["tier"] = self._ask(self.cached, prompt, turn)
         if self.server.promoted_blocks() < blocks:
             raise KVKeepError(
-                f"{self.server.promoted_blocks()} of {blocks} blocks came from the disk",
+                f"{self.server.promoted_blocks()} of {blocks} blocks came from the tier",
                 "is it slow or failing? `kvkeep tiers` and the server's log tell",
             )
         self._note(length, turn, answers)
@@ -176,7 +177,7 @@ class _Hits:
         with self.turns.turn("plain" if engine is self.plain else "cached"):
             engine.drop_local_cache()
             engine.ask(prompt[:_WAKING_TOKENS])
-            return engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
+            return engine.ask(prompt, 1 if turn else _CHECKED_TOKENS, self.salt)
 
     def _note(self, length: int, turn: int, answers: dict[str, Answer]) -> None:
         same = all(answer.tokens == answers["computed"].tokens for answer in answers.values())
@@ -221,39 +222,40 @@ class _Server:
         self.process.__exit__(*error)
 
     def restart(self, *, empty_disk: bool) -> None:
-        """The next server begins with empty memory. What was stored is on disk first."""
+        """The next server begins with empty memory. What was stored is on the tier first."""
         self._sessions = max(self._sessions, self._open_sessions())
         self.process.stop()
         if empty_disk and self._directory is not None:
             shutil.rmtree(self._directory)
         self.process.start("--fresh")
+        # A shared tier is not read before the server knows which tenants were cleared.
+        self._wait_while("the tier is still starting", lambda tier: tier["state"] == "starting")
 
     def has_all_sessions(self) -> bool:
         return self._open_sessions() >= self._sessions
 
     def _open_sessions(self) -> int:
-        return sum(self._get("/v1/status")["open_sessions"].values())
+        return sum(self.process.ask()["open_sessions"].values())
 
     def wait_until_on_disk(self, blocks: int) -> None:
-        until = time.monotonic() + _WITHIN_S
-        while self._tier()["counts"]["written_blocks"] < blocks:
-            if time.monotonic() > until:
-                raise KVKeepError(
-                    f"the disk does not have {blocks} blocks after {_WITHIN_S:g} s",
-                    "is it slow or failing?",
-                )
-            time.sleep(_ASK_EVERY_S)
+        self._wait_while(
+            f"the tier does not have {blocks} blocks",
+            lambda tier: tier["counts"]["written_blocks"] < blocks,
+        )
 
     def promoted_blocks(self) -> int:
         return int(self._tier()["counts"]["promoted_blocks"])
 
-    def _tier(self) -> dict[str, Any]:
-        (tier,) = self._get("/v1/tiers")
-        return dict(tier)
+    def _wait_while(self, what: str, is_so: Callable[[dict[str, Any]], bool]) -> None:
+        until = time.monotonic() + _WITHIN_S
+        while is_so(self._tier()):
+            if time.monotonic() > until:
+                raise KVKeepError(f"{what} after {_WITHIN_S:g} s", "is it slow or failing?")
+            time.sleep(_ASK_EVERY_S)
 
-    def _get(self, path: str) -> Any:
-        with _opener.open(f"http://{self.process.http}{path}", timeout=30) as reply:
-            return json.load(reply)
+    def _tier(self) -> dict[str, Any]:
+        (tier,) = self.process.ask("/v1/tiers")
+        return dict(tier)
 
 
 # -- kinds of engines
@@ -325,11 +327,13 @@ class _ReferenceEngine:
         with made as llm:
             yield cls(llm)
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
+    def ask(self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Answer:
+        from kvkeep.engine.llm import Prompt
         from kvkeep.engine.models.sampling import SamplingParams
 
+        asked, sampling = Prompt(list(prompt), salt), SamplingParams(max_tokens=max_tokens)
         started = time.perf_counter()
-        [answer] = self._llm.generate([list(prompt)], SamplingParams(max_tokens=max_tokens))
+        [answer] = self._llm.generate([asked], sampling)
         ms = (time.perf_counter() - started) * 1e3
         if answer.finish_reason != "length":
             raise KVKeepError(f"the engine failed: {answer.error or answer.finish_reason}")

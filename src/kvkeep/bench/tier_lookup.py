@@ -1,9 +1,9 @@
-"""How long lookups of blocks in memory take while a disk tier moves blocks, against a server without
+"""How long lookups of blocks in memory take while a tier moves blocks, against a server without
 a tier.
 
 Two servers, measured in turns. A client looks up the same 512 blocks, which stay in memory; another
-asks for one prefix after the other that only the disk has, so that the disk is busy. The server
-without a tier gets the same requests: alone, and beside fio, which reads from the same disk as fast
+asks for one prefix after the other that only the tier has, so that the tier is busy. The server
+without a tier gets the same requests: alone, and beside a disk also while fio reads from it as fast
 as the tier did. What that costs on a host with few processors no tier can avoid."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench import tier_floor
+from kvkeep.bench.shared_tier import own_salt
 from kvkeep.client.cache import Cache, connect
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import KVKeepError
@@ -42,22 +42,21 @@ _CHAIN_BLOCKS = 64
 _ASK_EVERY_S = 0.002
 _GIVE_UP_S = 120.0
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 def lookup_times(
     tier: TierAddress, samples: int, turns: int = 8, most_gbps: float = 0.0
 ) -> dict[str, Any]:
     """The 99th percentile of a lookup with and without the tier, and how fast the tier moved
     meanwhile: at most `most_gbps`, unless that is 0. For a disk also the 99th percentile without
-    the tier, beside fio (`p99_ms_floor`; None if there is no fio). The tier must have at least four
+    the tier, beside fio (`p99_ms_floor`; None if there is no fio or no disk). The tier must have at least four
     times LEAST_POOL_BYTES."""
     pool_bytes = min(tier.size_bytes // 4 or LEAST_POOL_BYTES, _MOST_POOL_BYTES) // MIB * MIB
     took: dict[str, list[float]] = {"without": [], "with": [], "floor": []}
     moved, read = _Moved(), _Moved()
     with ExitStack() as ends:
-        plain = ends.enter_context(_Server("without", pool_bytes))
-        tiered = ends.enter_context(_Server("with", pool_bytes, "--tier", str(tier)))
+        salt = ends.enter_context(own_salt(tier))
+        plain = ends.enter_context(_Server("without", salt, pool_bytes))
+        tiered = ends.enter_context(_Server("with", salt, pool_bytes, "--tier", str(tier)))
         for server in (plain, tiered):
             server.fill()
         data = None
@@ -87,7 +86,7 @@ def lookup_times(
         "moved_gbps": round(moved.bytes_per_s / 1e9, 3),
         "samples": len(took["with"]),
         "p99_ms_floor": p99_ms.get("floor"),
-        "floor_gbps": round(read.bytes_per_s / 1e9, 3),
+        "floor_gbps": round(read.bytes_per_s / 1e9, 3) if took["floor"] else None,
     }
 
 
@@ -121,8 +120,9 @@ class _Moved:
 class _Server:
     """A server, and a client that looks up. The client that keeps the tier busy is a process."""
 
-    def __init__(self, name: str, pool_bytes: int, *flags: str) -> None:
+    def __init__(self, name: str, salt: str, pool_bytes: int, *flags: str) -> None:
         self.name = name
+        self._salt = salt
         self._flags = ("--pool-size", f"{pool_bytes // MIB}MiB", *flags)
         self._chains = 2 * pool_bytes // PROBED_BLOCK_BYTES // _CHAIN_BLOCKS
         self._turn = 0
@@ -144,11 +144,11 @@ class _Server:
         self._ends.close()
 
     def fill(self) -> None:
-        """Stores twice what memory holds, and waits until the disk has it."""
+        """Stores twice what memory holds, and waits until the tier has it."""
         until = time.monotonic() + _GIVE_UP_S
         for chain in range(self._chains):
             wanted = (chain + 1) * _CHAIN_BLOCKS
-            self._prober.put(_tokens(chain), self._noise[:_CHAIN_BLOCKS])
+            self._prober.put(_tokens(chain), self._noise[:_CHAIN_BLOCKS], salt=self._salt)
             while self.name == "with" and self._written() < wanted - 8 * _CHAIN_BLOCKS:
                 if time.monotonic() > until:
                     raise KVKeepError(
@@ -161,7 +161,7 @@ class _Server:
         took = []
         for _ in range(count):
             started = time.perf_counter()
-            found = self._prober.contains(_probed())
+            found = self._prober.contains(_probed(), salt=self._salt)
             took.append(time.perf_counter() - started)
             if found != _PROBED_BLOCKS:
                 raise KVKeepError(f"{found} of {_PROBED_BLOCKS} blocks were in memory")
@@ -172,10 +172,10 @@ class _Server:
     def moving(self, most_gbps: float) -> Iterator[None]:
         """Asks for prefixes that are not in memory meanwhile, and waits for the last of them. The
         blocks that are looked up are in memory when it begins."""
-        self._prober.put(_probed(), self._noise)
+        self._prober.put(_probed(), self._noise, salt=self._salt)
         self._turn += 1
-        given = self._process.address, str(self._chains), str(self._turn), str(most_gbps)
-        program = "-m", __spec__.name, *given
+        figures = str(self._chains), str(self._turn), str(most_gbps)
+        program = "-m", __spec__.name, self._process.address, self._salt, *figures
         asker = JsonProcess("the client that keeps the tier busy", program)
         try:
             asker.receive(_GIVE_UP_S)
@@ -197,9 +197,8 @@ class _Server:
         return int(tier["counts"]["written_blocks"] if tier["is_shared"] else tier["blocks"])
 
     def _tier(self) -> dict[str, Any]:
-        with _opener.open(f"http://{self._process.http}/v1/tiers", timeout=10) as reply:
-            (tier,) = json.load(reply)
-            return dict(tier)
+        (tier,) = self._process.ask("/v1/tiers")
+        return dict(tier)
 
 
 def _client(address: str) -> Cache:
@@ -225,8 +224,8 @@ def _probed() -> list[int]:
 
 def main() -> None:
     """Asks for one prefix after the other until stdin ends."""
-    address, chains, turn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    most_gbps = float(sys.argv[4])
+    address, salt, chains, turn = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+    most_gbps = float(sys.argv[5])
     chain_s = _CHAIN_BLOCKS * PROBED_BLOCK_BYTES / 1e9 / most_gbps if most_gbps else 0.0
     over = threading.Event()
 
@@ -242,7 +241,7 @@ def main() -> None:
         while not over.wait(max(0.0 if most_gbps else _ASK_EVERY_S, due_s - time.monotonic())):
             due_s += chain_s
             chain = (chain + 1) % chains
-            cache.contains(_tokens(chain))
+            cache.contains(_tokens(chain), salt=salt)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,11 @@ class EngineProcess:
                 raise self.process.failure(f"is not ready after {self.patience.ready_s:g} s")
             time.sleep(0.05)
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
+    def ask(self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Answer:
         """Time is that until the last token, so with one token it is the time to the first."""
         asked = {"prompt": list(prompt), "max_tokens": max_tokens, "counting": self._counting}
-        return Answer(**self.call("ask", asked, self.patience.answer_s))
+        salted = {"salt": salt} if salt else {}
+        return Answer(**self.call("ask", asked | salted, self.patience.answer_s))
 
     def drop_local_cache(self) -> None:
         """Drops the engine's own prefix cache; what its connector keeps stays."""
@@ -184,11 +185,14 @@ def sampling(vllm: Any, max_tokens: int, **extra: Any) -> Any:
     )
 
 
-def _ask(vllm: Any, llm: Any, prompt: list[int], max_tokens: int, counting: str) -> dict[str, Any]:
+def _ask(
+    vllm: Any, llm: Any, prompt: list[int], max_tokens: int, counting: str, salt: str = ""
+) -> dict[str, Any]:
     extra = {"extra_args": {"kv_transfer_params": {counting: 0}}} if counting else {}
     parameters = sampling(vllm, max_tokens, **extra)
+    asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
     started = time.perf_counter()
-    [answer] = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+    [answer] = llm.generate([asked], parameters, use_tqdm=False)
     ms = (time.perf_counter() - started) * 1e3
     cached = answer.num_cached_tokens
     if counting:
