@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from planning import BLOCK_TOKENS, ScriptedCache, Side
 
 from kvkeep.client.requests import Finished, LoadOutcome
 from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.connector.cost_model import LEAST_SAMPLES, CostModel
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.request_state import RequestState
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
@@ -89,6 +91,20 @@ def test_what_a_tier_brings_too_late(side: Side, cache: ScriptedCache) -> None:
     load(side, 1)
     report = end(side, cache)
     assert report.runs == [("loaded", 1), ("too_late", 3), ("lacked", 1), ("last", 1)]
+
+
+def test_what_the_server_has_without_a_part_that_the_request_needs(cache: ScriptedCache) -> None:
+    window = CacheGroup("window", BLOCK_TOKENS, reach=6)  # two blocks
+    side = Side(cache, GroupLayout([CacheGroup("full", BLOCK_TOKENS), window]))
+    cache.blocks = 4
+    cache.absent = np.array([[False, False]] * 2 + [[False, True]] * 2)
+    arrive(side)
+    assert side.lookup("r", 0, 5) == 2
+    job = side.prepare_load("r", 0, [[10, 11], [20, 21]])
+    side.build_step()
+    side.complete([Finished(loads={job.number: LoadOutcome(frozenset(), 0.5)})])
+    report = end(side, cache)
+    assert report.runs == [("loaded", 2), ("incomplete", 2), ("lacked", 1), ("last", 1)]
 
 
 def test_what_is_computed_faster_than_loaded(cache: ScriptedCache) -> None:

@@ -16,7 +16,7 @@ from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import addresses
 from kvkeep.server.explain import RequestShown
-from kvkeep.store.operators import clear, set_default_limit
+from kvkeep.store.operators import clear, set_default_limit, set_quota
 from kvkeep_lab.fuzz.engine import Fuzz
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
 from kvkeep_lab.simulation.oracle import OracleModel
@@ -61,6 +61,12 @@ class World:
 
 def limit(world: World, nbytes: int | None) -> None:
     set_default_limit(world.cache.server.store, nbytes, 0)
+
+
+def promise_all_but(world: World, blocks: int) -> None:
+    """Another tenant has a quota that leaves memory for this number of blocks to all others."""
+    store = world.cache.server.store
+    set_quota(store, tenant_of("bob"), store.pool_bytes - blocks * slot_bytes(world), 0)
 
 
 def slot_bytes(world: World) -> int:
@@ -110,6 +116,24 @@ def test_what_is_over_a_limit() -> None:
     world.ask(engine)
     assert world.ask(engine).outcomes == {"loaded": 4, "over_limit": 6, "last": 1}
     assert world.ask(engine, [7, *PROMPT], salt="bob").outcomes == {"never_stored": 10, "last": 1}
+
+
+def test_what_another_tenant_was_promised_the_room_for() -> None:
+    world = World()
+    engine = world.engine()
+    world.ask(engine, PROMPT[:5])
+    promise_all_but(world, 4)
+    assert world.ask(engine).outcomes == {"loaded": 1, "never_stored": 9, "last": 1}
+    assert world.ask(engine).outcomes == {"loaded": 4, "no_room": 6, "last": 1}
+
+
+def test_what_its_tenant_may_not_hold_for_loads() -> None:
+    world = World()
+    engine = world.engine()
+    world.ask(engine)
+    promise_all_but(world, 4)
+    assert world.ask(engine).outcomes == {"loaded": 4, "withheld": 6, "last": 1}
+    assert world.ask(engine, [*PROMPT[:12], 7]).outcomes == {"loaded": 3, "last": 1}
 
 
 def test_another_salt() -> None:
@@ -225,7 +249,7 @@ def test_outcomes_add_up_in_lives_with_faults(seed: int, monkeypatch: pytest.Mon
     fuzz.cache.restart_server = restart_and_keep  # type: ignore[method-assign]
     fuzz.run()
     keep()
-    assert ended
+    assert ended and seen
     for shown in seen:
         assert sum(shown.outcomes.values()) == shown.blocks
         assert sum(count for _, count in shown.runs) == shown.blocks
