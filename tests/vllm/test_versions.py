@@ -33,38 +33,6 @@ assert found is not None
 RELEASE = (int(found[1]), int(found[2]))
 
 
-# --- which releases are served --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "version", ["0.26.0", "0.30.0rc1", "0.33.0", "0.33.1", "0.33.1.dev5+g1", vllm.__version__]
-)
-@pytest.mark.parametrize("allowed", [False, True])
-def test_a_release_in_the_range_is_served(version: str, allowed: bool) -> None:
-    assert versions.refusal(version, allowed) == ""
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", "0.0.1"])
-@pytest.mark.parametrize("allowed", [False, True])
-def test_an_older_one_is_refused_whatever_is_allowed(version: str, allowed: bool) -> None:
-    said = versions.refusal(version, allowed)
-    assert version in said and versions.SUPPORTED in said
-    assert "allow_untested" not in said, "that would not help"
-
-
-@pytest.mark.parametrize("version", ["0.34.0", "0.34.0.dev1+g1234", "1.0.0", "nonsense", "", "dev"])
-def test_a_newer_or_unknown_one_needs_a_word(version: str) -> None:
-    said = versions.refusal(version, False)
-    assert version in said and versions.SUPPORTED in said and "kvkeep.allow_untested_vllm" in said
-    assert versions.refusal(version, True) == ""
-
-
-def test_the_range_is_the_one_that_is_said() -> None:
-    oldest, newest = (".".join(map(str, release)) for release in (versions.OLDEST, versions.NEWEST))
-    assert f"{oldest} to {newest}" == versions.SUPPORTED
-    assert versions.SUPPORTED in (versions.__doc__ or "")
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 

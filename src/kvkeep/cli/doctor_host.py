@@ -15,7 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, packages_distributions
+from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,7 @@ from kvkeep.tiers.memory import pool_left
 from kvkeep.tiers.opening import check_installed
 from kvkeep.tiers.tier_keys import read_tier_keys
 from kvkeep.units import MIB, format_size
+from kvkeep.vllm.releases import SUPPORTED, refusal
 
 _PLUGINS: Final = "vllm.general_plugins"
 _RELEASED_S: Final = 1_763_510_400  # 2025-11-19: no clock is right that is before it
@@ -156,11 +158,11 @@ def memory_limit(settings: Settings, proc: Path = Path("/proc/self")) -> Finding
     return Finding("cgroup memory", True, found)
 
 
-def hugetlb(settings: Settings) -> Finding:
+def hugetlb(settings: Settings, meminfo: Path = Path("/proc/meminfo")) -> Finding:
     """Huge pages are optional. A hugetlbfs without reserved ones is a fault."""
     if file_system_of(settings.shm_dir) == "hugetlbfs":
         free = {"HugePages_Free": 0}
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in meminfo.read_text().splitlines():
             name, _, value = line.partition(":")
             if name in free:
                 free[name] = int(value)
@@ -257,6 +259,18 @@ def vllm_plugin() -> Finding:
     return Finding(check, True, "vLLM finds KVKeepConnector by name")
 
 
+def vllm_version() -> Finding:
+    """By the metadata of its package: importing vLLM takes seconds."""
+    check = "vLLM version"
+    packages = packages_distributions().get("vllm")
+    if not packages:
+        return Finding(check, True, "no package here has vLLM", skipped=True)
+    installed = version_of(packages[0])
+    if problem := refusal(installed, allow_untested=False):
+        return Finding(check, False, problem, f"install vLLM {SUPPORTED}")
+    return Finding(check, True, f"vLLM {installed}; kvkeep serves {SUPPORTED}")
+
+
 def cuda_registration(settings: Settings) -> Finding:
     """Registers some shared memory with CUDA, as workers do with the pool."""
     check = "CUDA registration"
@@ -312,4 +326,4 @@ OF_SETTINGS: Sequence[Callable[[Settings], Finding]] = (
     tier_directories,
     cuda_registration,
 )
-OF_ENVIRONMENT: Sequence[Callable[[], Finding]] = (clock, vllm_plugin)
+OF_ENVIRONMENT: Sequence[Callable[[], Finding]] = (clock, vllm_plugin, vllm_version)

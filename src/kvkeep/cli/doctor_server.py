@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from kvkeep.cli.remote import ask, host_and_port, is_for_engines, time_at
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import KVKeepError
 from kvkeep.server.settings import Settings
+from kvkeep.vllm.releases import SUPPORTED, refusal
 from kvkeep.wire.address import is_loopback, tcp_host
 from kvkeep.wire.peers import is_trusted, peer_uid, remedy
 
@@ -39,7 +41,9 @@ class Running:
     @cached_property
     def status(self) -> dict[str, Any]:
         """KVKeepError if it does not answer."""
-        said: dict[str, Any] = ask(self.http, "/v1/status", token_file=self.token_file)
+        said: dict[str, Any] = ask(
+            self.http, "/v1/status", token_file=self.token_file, needs_token=True
+        )
         return said
 
     @property
@@ -117,6 +121,22 @@ def version(running: Running) -> Finding:
     return Finding("version", True, f"server and client are kvkeep {theirs}")
 
 
+def engine_versions(running: Running) -> Finding:
+    """Of the engines that are connected. One of a newer vLLM has been allowed to."""
+    sessions = running.status["sessions"]
+    if sessions is None:
+        return Finding("engines", True, "the server names them with its token only", skipped=True)
+    counts = Counter(str(each["engine"]) for each in sessions)
+    for engine in counts:
+        name, _, release = engine.partition(" ")
+        if name == "vllm" and (problem := refusal(release, allow_untested=True)):
+            return Finding(
+                "engines", False, f"connected: {problem}", f"serve with vLLM {SUPPORTED} there"
+            )
+    shown = (f"{engine} ({count})" for engine, count in sorted(counts.items()))
+    return Finding("engines", True, ", ".join(shown) or "none is connected")
+
+
 def server_clock(running: Running) -> Finding:
     there = time_at(running.http)
     if there is None:
@@ -190,6 +210,7 @@ def round_trip(running: Running) -> Finding:
 WITHOUT_ANSWER: Sequence[Callable[[Running], Finding]] = (ports, answers)
 WITH_ANSWER: Sequence[Callable[[Running], Finding]] = (
     version,
+    engine_versions,
     server_clock,
     server_tiers,
     round_trip,

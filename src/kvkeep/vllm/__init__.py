@@ -16,6 +16,7 @@ siblings.py      other connectors in a MultiConnector
 events.py        KV events for routers
 stats.py         counts for vLLM's log and /metrics
 versions.py      differences between vLLM's releases
+releases.py      which of them are served
 stand_in.py      when kvkeep answers to LMCache's name
 
 Importing this imports no vLLM: `KVKeepConnector` is loaded when it is first used.

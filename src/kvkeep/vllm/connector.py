@@ -37,6 +37,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.registration import InactiveScheduler
+from kvkeep.vllm.releases import refusal
 from kvkeep.vllm.scheduler import SchedulerContext
 from kvkeep.vllm.siblings import siblings_of
 from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
@@ -115,7 +116,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        problem = versions.refusal(vllm.__version__, allow_untested(extra))
+        problem = refusal(vllm.__version__, allow_untested(extra))
         if problem:
             raise SettingsError(problem)
         options = client_options(extra, f"vllm {vllm.__version__}")

@@ -17,6 +17,7 @@ from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.runs import BlockRuns, cut_heads
 from kvkeep.vllm import versions
+from kvkeep.vllm.releases import SUPPORTED
 
 _HEAD_DIM = -3  # of a layer's tensor: blocks, then heads, tokens and numbers, however they lie
 
@@ -200,5 +201,5 @@ def _by_block(name: str, tensor: Any, num_blocks: int) -> Any:
         return tensor
     if rows % num_blocks or not rows:
         problem = f"the KV of layer {name} has {rows} rows for {num_blocks} blocks"
-        raise SettingsError(problem, f"kvkeep knows the layouts of vLLM {versions.SUPPORTED}")
+        raise SettingsError(problem, f"kvkeep knows the layouts of vLLM {SUPPORTED}")
     return tensor.unflatten(0, (num_blocks, rows // num_blocks))

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +37,7 @@ from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.core import kv_cache_utils
 
 import vllm
-
-OLDEST, NEWEST = (0, 26), (0, 33)
-SUPPORTED = "0.26 to 0.33"
+from kvkeep.vllm.releases import release_of
 
 # Both have 256 bits and cannot be made to collide. The others are fast and neither.
 _SOUND_HASHES = ("sha256", "sha256_cbor")
@@ -48,8 +45,7 @@ _SOUND_HASHES = ("sha256", "sha256_cbor")
 
 def release() -> tuple[int, int]:
     """The release that runs here; (0, 0) for a build without a number."""
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return release_of(vllm.__version__) or (0, 0)
 
 
 def conv_state_layout() -> str:
@@ -58,23 +54,6 @@ def conv_state_layout() -> str:
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return str(get_conv_state_layout())
-
-
-def refusal(version: str, allow_untested: bool) -> str:
-    """Why this release is not served, or "". Development builds have odd versions: what has no
-    number is untested."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found else (0, 0)
-    if OLDEST <= release <= NEWEST:
-        return ""
-    if found and release < OLDEST:
-        return f"vLLM {version} keeps KV in another way: kvkeep serves {SUPPORTED}"
-    if allow_untested:
-        return ""
-    return (
-        f"vLLM {version} is untested: kvkeep serves {SUPPORTED}"
-        " (set kvkeep.allow_untested_vllm to true in kv_connector_extra_config to try)"
-    )
 
 
 def names_failed_requests() -> bool:
