@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -159,6 +160,23 @@ def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_p
         assert_explained(refused, f"cannot listen on 127.0.0.1:{port} for HTTP", *OWN)
         assert "serving on" not in refused.stderr, "no pool was made"
     assert not (SHM / f"kvkeep-port-{port}").exists()
+
+
+def test_a_second_server_at_a_port_of_the_first_makes_no_pool(kvkeep: Run, tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=SHM) as place,
+        ServerProcess("--pool-size", "32MiB", "--shm-dir", place) as server,
+    ):
+        before = Path(place).stat().st_mtime_ns  # changes with every file that comes or goes
+        common = ("--pool-size", "32MiB", "--shm-dir", place, "--state-dir", str(tmp_path))
+        for flag, port in (
+            ("--address", server.address),
+            ("--http-address", server.http),
+        ):
+            done = kvkeep("serve", "--name", "second", *common, *FREE_PORTS, flag, port)
+            assert_explained(done, port.removeprefix("tcp://"), *OWN)
+        assert Path(place).stat().st_mtime_ns == before
+        assert readiness(server.http)[0] == 200
 
 
 def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(
