@@ -8,6 +8,8 @@ lane is in build/lanes/TARGET.log and is printed when the lane has ended.
 On a small machine two lanes take all of the processor, and a test may miss a deadline only because
 of its neighbour. So the failed tests run once more when all lanes have ended, one lane at a time. A
 test that fails again fails the run. A test that passes is listed at the end, for someone to mend.
+The last lines say what was not tested, by the reasons of skipped tests: they are hard to find in
+the output of the lanes.
 
 Exit code 0: every test passed, at the second try if not at the first. 1: some did not."""
 
@@ -15,9 +17,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +29,7 @@ from typing import NamedTuple
 AT_A_TIME = 2
 MOST_FAILURES = 10  # of a lane; more are no accident
 FOLDER = Path("build") / "lanes"
+SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)  # as `pytest -rs` says it
 
 
 class Lane(NamedTuple):
@@ -65,6 +70,13 @@ class Lane(NamedTuple):
         except FileNotFoundError:
             return []
 
+    def skipped(self) -> Counter[str]:
+        """How many tests were skipped in the last run, by reason."""
+        skips: Counter[str] = Counter()
+        for count, reason in SKIPPED.findall(self.log.read_text(errors="replace")):
+            skips[reason] += int(count)
+        return skips
+
 
 def main(words: list[str]) -> int:
     variables = [word for word in words if "=" in word]
@@ -74,6 +86,7 @@ def main(words: list[str]) -> int:
         (lane.cache / "v" / "cache" / "lastfailed").unlink(missing_ok=True)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         passed = list(pool.map(Lane.run, lanes))
+    skips = sum((lane.skipped() for lane in lanes), Counter[str]())
     failed = [lane for lane, good in zip(lanes, passed, strict=True) if not good]
     lost: list[str] = []
     flaky: list[str] = []
@@ -90,6 +103,10 @@ def main(words: list[str]) -> int:
     for test in lost:
         print(f"lanes: FAILED: {test}")
     print(f"lanes: {len(lanes) - len(failed)} of {len(lanes)} lanes passed at the first try")
+    if skips:
+        print("lanes: NOT TESTED HERE:")
+    for reason, count in skips.most_common():
+        print(f"lanes: {count:5} skipped: {reason}")
     return 1 if lost else 0
 
 

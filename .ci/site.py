@@ -42,7 +42,7 @@ def main() -> int:
         pages = copy_pages(folder / "pages")
         config = folder / "mkdocs.yml"
         config.write_text(json.dumps(configuration(pages, version)))  # JSON is YAML
-        command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict"]
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
         done = subprocess.run(
             [*command, "--config-file", str(config), "--site-dir", str(SITE / version)],
             check=False,

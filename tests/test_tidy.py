@@ -104,6 +104,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
 ELSEWHERE = {"vllm", "zmq"}  # vLLM has an environment of its own, and brings zmq
 TESTS_OF_THE_WHOLE = {
     "tests/test_tidy.py",
+    "tests/test_ci.py",
     "tests/test_docs.py",
     "tests/test_package.py",
     "tests/test_getting_started.py",

@@ -227,7 +227,7 @@ def test_memory_that_cuda_cannot_register(monkeypatch: pytest.MonkeyPatch) -> No
     assert driver.released == 1, "the GPU is left as it was"
 
 
-def test_huge_pages_that_are_all_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hugetlbfs_that_is_all_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor_host, "file_system_of", lambda place: "hugetlbfs")
     settings = Settings.load(None, {}, [*SMALL])
     meminfo = tmp_path / "meminfo"
