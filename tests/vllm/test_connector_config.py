@@ -33,6 +33,9 @@ def _engine_ends(two: Replica) -> Iterator[None]:
     two.close_engine()
 
 
+LOADS = "Starting to load model"
+
+
 def split(server: ServerProcess) -> tuple[str, int]:
     host, port = server.address.removeprefix("tcp://").rsplit(":", 1)
     return host, int(port)
@@ -145,8 +148,13 @@ def test_nothing_said_means_the_default_port(plain: Replica, two: Replica) -> No
 def test_a_bad_setting_stops_the_engine_and_is_named(
     two: Replica, server: ServerProcess, extra: dict[str, Any], named: str
 ) -> None:
+    before = len(two.log())
     with pytest.raises(EngineFailed, match=named):
-        two.use("llama", server, extra=extra)
+        two.use("llama", server, extra=extra, env={"VLLM_LOGGING_LEVEL": "INFO"})
+    said = two.log()[before:]
+    assert LOADS not in said, "before the model is loaded"
+    two.use("llama", server, env={"VLLM_LOGGING_LEVEL": "INFO"})
+    assert LOADS in two.log()[before:]
 
 
 def test_keys_of_other_software_are_left_alone(
