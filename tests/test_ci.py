@@ -68,12 +68,12 @@ def repository(tmp_path: Path) -> Path:
     """A small repository, with the script that builds its site."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(CI / "site.py", tmp_path / ".ci")
-    for page in (
+    for path in (
         *("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/ARCHITECTURE.md"),
         *("docs/BENCHMARKS.md", "docs/decisions/README.md"),
     ):
-        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / page).write_text(f"# {page}\n")
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"# {path}\n")
     return tmp_path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from replicas import (
     POOL,
+    VLLM,
     EngineFailed,
     Replica,
     Server,
@@ -95,6 +96,8 @@ def test_every_way_in_reaches_the_server(
     options = options_of(way, {"kvkeep.address": server.address})
     told = {} if "kv_transfer_config" in options else {"KVKEEP_ADDRESS": server.address}
     two.use("llama", env={**told, "VLLM_LOGGING_LEVEL": "INFO"}, **options)
+    # Older releases take the level of their log when they are imported.
+    assert LOADS in two.log() or VLLM < "0.32"
     assert two.facts["connector"] in ("KVKeepConnector", "LMCacheMPConnector")
     assert connected(since)
     finds(two, plain)
@@ -151,10 +154,7 @@ def test_a_bad_setting_stops_the_engine_and_is_named(
     before = len(two.log())
     with pytest.raises(EngineFailed, match=named):
         two.use("llama", server, extra=extra, env={"VLLM_LOGGING_LEVEL": "INFO"})
-    said = two.log()[before:]
-    assert LOADS not in said, "before the model is loaded"
-    two.use("llama", server, env={"VLLM_LOGGING_LEVEL": "INFO"})
-    assert LOADS in two.log()[before:]
+    assert LOADS not in two.log()[before:], "before it loads the model"
 
 
 def test_keys_of_other_software_are_left_alone(
