@@ -101,6 +101,15 @@ def test_a_bad_line_is_found(requirement: str, installed: str | None, word: str)
     assert complaints("a>=1.5,<2", "1.10.0+cpu", {"a"}) == complaints("a==1.2", "1.2", {"a"}) == []
 
 
+# -- the changelog
+
+
+def test_the_changelog_has_this_version_and_room_for_the_next() -> None:
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert heads[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(PYPROJECT['version'])}\] - \d{{4}}-\d\d-\d\d", heads[1])
+
+
 # -- the audit
 
 

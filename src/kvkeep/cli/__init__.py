@@ -18,6 +18,7 @@ keygen.py        `kvkeep keygen`
 certificates.py  the certificates that it makes
 demo.py          `kvkeep demo`
 demo_hosts.py    `kvkeep demo --hosts 2`
+demo_network.py  its hosts: network namespaces or loopback addresses
 demo_engine.py   the engine processes that both start
 bench.py         `kvkeep bench ...`
 interrupts.py    Ctrl-C while a command waits

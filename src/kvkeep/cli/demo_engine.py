@@ -50,7 +50,7 @@ class EngineProgress:
 class EngineProcess:
     """An engine in a process of its own; prompts go in as lines of JSON, answers come out. Without
     an address the engine has no cache at all, not even one of its own. `extra`: further options of
-    the connector.
+    the connector. `inside`: what goes before the command, to run it elsewhere.
 
         parent                        engine process: python -m kvkeep.cli.demo_engine
         EngineProcess(address)  ────► builds the model, connects       {"address": …, …}
@@ -65,10 +65,11 @@ class EngineProcess:
         address: str | None,
         num_blocks: int,
         extra: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
         program: Sequence[str] = ("-m", "kvkeep.cli.demo_engine"),
     ) -> None:
         self._first = {"address": address, "num_blocks": num_blocks, "extra": dict(extra or {})}
-        self.process = JsonProcess("the engine process", program)
+        self.process = JsonProcess("the engine process", program, inside=inside)
         self.model = ""
 
     def __enter__(self) -> EngineProcess:

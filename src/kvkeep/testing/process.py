@@ -175,18 +175,23 @@ class ServerProcess:
 
 class JsonProcess:
     """A Python program in a process of its own that reads and writes lines of JSON. `program` is
-    what the interpreter runs: ("-m", module), or ("-c", text). It ends when its input does.
+    what the interpreter runs: ("-m", module), or ("-c", text); `inside` goes before the interpreter.
+    It ends when its input does.
 
     It leads a process group of its own, so that Ctrl-C reaches the caller alone, and `end` kills
     what it has started too. Its stderr is kept, and is part of the error if it ends early."""
 
     def __init__(
-        self, name: str, program: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        program: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the process)
         self._popen = subprocess.Popen(
-            [sys.executable, *program],
+            [*inside, sys.executable, *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
