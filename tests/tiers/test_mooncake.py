@@ -103,6 +103,16 @@ def read(tier: Tier, name: str, nbytes: int) -> bytes | None:
     return None if found < 0 else view[:found].tobytes()
 
 
+def test_what_is_not_there_is_not_printed(
+    neighbour: Neighbour, running: MooncakeCluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Servers read the summaries of all hosts each second, also of those that have none."""
+    with closing(open_mooncake(running.address)) as tier:
+        capfd.readouterr()
+        assert read(tier, "absent", 8) is None
+        assert "absent" not in capfd.readouterr().err
+
+
 def test_a_cluster_is_a_tier(own: MooncakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     # Connections that are kept for the next call fail once each after they were cut.
     monkeypatch.setenv("MC_TCP_ENABLE_CONNECTION_POOL", "0")

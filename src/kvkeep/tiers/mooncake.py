@@ -170,11 +170,13 @@ class MooncakeTier:
         self._client.close()
 
     def _lengths(self, names: Sequence[str]) -> list[int]:
-        """-1: there is no such object."""
-        stored = self._client.batch_get_replica_desc(list(names))
-        lacking = [name for name in names if name not in stored]
-        if lacking and (code := min(self._client.batch_is_exist(lacking))) < 0:
+        """-1: there is no such object. The client prints an error for one that it is asked for and
+        that is not there, such as the summary of a host that has written none."""
+        codes = self._client.batch_is_exist(list(names))
+        if (code := min(codes, default=0)) < 0:
             raise _error(code)
+        there = [name for name, code in zip(names, codes, strict=True) if code]
+        stored = self._client.batch_get_replica_desc(there) if there else {}
         return [self._length(name, stored[name]) if name in stored else -1 for name in names]
 
     def _length(self, name: str, replicas: Sequence[Any]) -> int:
