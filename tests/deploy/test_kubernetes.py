@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import yaml
 
 from kvkeep.server.settings import TABLE, Settings
+from kvkeep.tiers.service_address import CREDENTIALS
+from kvkeep.tiers.tier_address import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
@@ -35,9 +38,15 @@ def problems_of(document: dict[str, Any]) -> list[str]:
     return []
 
 
+def without_marks(path: Path) -> str:
+    """The manifest with all that operators may switch on."""
+    return re.sub(r"^( *)# (?=- | {2,})", r"\1", path.read_text(), flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_a_manifest_matches_the_schemas(path: Path) -> None:
-    documents = documents_of(path)
+@pytest.mark.parametrize("text_of", [Path.read_text, without_marks])
+def test_a_manifest_matches_the_schemas(path: Path, text_of: Callable[[Path], str]) -> None:
+    documents = list(yaml.safe_load_all(text_of(path)))
     assert documents and [problems_of(each) for each in documents] == [[]] * len(documents)
 
 
@@ -49,14 +58,45 @@ def test_a_manifest_with_a_mistake_is_found() -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_the_server_takes_its_arguments(path: Path) -> None:
-    """Commented lines too: operators remove the marks."""
-    text = re.sub(r"^(\s*)# - --", r"\1- --", path.read_text(), flags=re.MULTILINE)
-    for document in yaml.safe_load_all(text):
+    """Commented lines too: operators remove the marks, of one shared tier."""
+    for document in yaml.safe_load_all(without_marks(path)):
         for container in containers_of(document):
             words = container.get("args", [])
             if words[:1] == ["serve"]:
-                settings = Settings.load(None, {}, words[1:])
-                assert settings.pool_size and f"--shm-dir={settings.shm_dir}" in words
+                shared = [word for word in words if re.match("--tier=(?!disk)", word)]
+                for tier in shared or [""]:
+                    chosen = [word for word in words[1:] if word not in shared or word == tier]
+                    settings = Settings.load(None, {}, chosen)
+                    assert settings.pool_size and f"--shm-dir={settings.shm_dir}" in words
+
+
+def test_a_server_may_use_each_kind_of_shared_tier() -> None:
+    """The arguments, the credentials, and the mounts of what they name."""
+    [document] = yaml.safe_load_all(
+        without_marks(GUIDE.parents[2] / "deploy/kubernetes/server.yaml")
+    )
+    [server] = containers_of(document)
+    tiers = {re.split("[=:]", word)[1] for word in server["args"] if word.startswith("--tier=")}
+    assert tiers == {"disk", "file", "mooncake", "s3", "valkey"}
+    given = {each["name"] for each in server["env"]} - {"PYTHONUNBUFFERED"}
+    assert given < CREDENTIALS and len(given) == 4
+    mounted = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+    assert mounted.keys() == {
+        volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]
+    }
+    files = [each["value"] for each in server["env"] if each["name"].endswith("_FILE")]
+    [keys] = [word.partition("=")[2] for word in server["args"] if word.startswith("--tier-keys=")]
+    assert {str(Path(file).parent) for file in [*files, keys]} <= set(mounted.values())
+
+
+def test_the_image_has_what_each_tier_needs() -> None:
+    text = (GUIDE.parents[2] / "deploy/docker/Dockerfile").read_text()
+    [extras] = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    [libraries] = re.findall(r'^ARG LIBRARIES="(.*)"$', text, re.MULTILINE)
+    schemes = SCHEMES.values()
+    needed = {scheme.extra for scheme in schemes} - {""} | {"tls", "encryption"}
+    assert set(extras.split(",")) == needed
+    assert libraries.split() == [name for scheme in schemes for name in scheme.libraries]
 
 
 def test_engines_mount_what_the_server_shares_at_the_same_paths() -> None:
