@@ -87,10 +87,11 @@ class Peer:
         *,
         tenant: str = "default",
         shard: int = 0,
+        parent: bytes = b"",
     ) -> int:
         """Stores one shard of a chain by the network plane. Returns how many blocks were
         written."""
-        plan = self.ask(m.Prepared, m.PrepareStore(tenant, layout, shard, b"", keys))
+        plan = self.ask(m.Prepared, m.PrepareStore(tenant, layout, shard, parent, keys))
         write = self.number
         wanted = [blocks[at] for at in np.frombuffer(plan.positions, "<i4").tolist()]
         if not wanted:

@@ -55,8 +55,10 @@ def daemon_in_thread(directory: Path, *flags: str) -> Iterator[Daemon]:
     made = Daemon(Settings.load(None, {}, [*flags, *places, "--shutdown-grace", "0s"]))
     thread = threading.Thread(target=made.run)
     thread.start()
-    assert made.ready.wait(60)
-    yield made
-    made.stop()
-    thread.join()
-    made.close()
+    try:
+        assert made.ready.wait(60)
+        yield made
+    finally:
+        made.stop()
+        thread.join()
+        made.close()
