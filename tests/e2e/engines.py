@@ -252,10 +252,10 @@ class PoolMemory:
 # -- processes
 
 
-def run(address: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Serves a job in an engine process of its own."""
+def run(address: str, job: dict[str, Any], become: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Serves a job in an engine process of its own, behind a command that makes it another user."""
     ended = subprocess.run(
-        [sys.executable, __file__, address, json.dumps(job)],
+        [*become, sys.executable, __file__, address, json.dumps(job)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -274,7 +274,8 @@ def main(address: str, job: str) -> None:
     salts = what.get("salts") or [None] * len(what["prompts"])
     prompts = [counting(tokens, salt) for tokens, salt in zip(what["prompts"], salts, strict=True)]
     with engine(address, model, **dtype, **what.get("options", {})) as llm:
-        answers = serve(llm, prompts, what.get("max_tokens", 3))
+        for _ in range(what.get("rounds", 1)):
+            answers = serve(llm, prompts, what.get("max_tokens", 3))
     said = [
         {"tokens": each.token_ids, "extra": (each.kv_transfer_params or {})[KEY]}
         for each in answers

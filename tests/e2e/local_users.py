@@ -21,6 +21,7 @@ ATTACKER, VICTIM = 54_321, 54_322
 PROGRAM = str(Path(__file__).with_name("other_user.py"))
 # Root of a namespace that maps no other user.
 AS_ROOT_INSIDE = ("unshare", "--user", "--map-root-user")
+NO_CAPS = ("setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all")
 
 
 @functools.cache
@@ -42,6 +43,33 @@ def rights_of(uid: int) -> tuple[str, ...]:
         if can(*become(uid), *rights, sys.executable, "-c", "import kvkeep.cli.main"):
             return rights
     pytest.skip("no other user can run this interpreter")
+
+
+# Runs a command as root of a user namespace with these lines as its map of users.
+_IN_NAMESPACE = """
+import ctypes, os, sys
+users, *command = sys.argv[1:]
+(ready, tell_ready), (mapped, tell_mapped) = os.pipe(), os.pipe()
+child = os.fork()
+if not child:
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER
+        raise OSError(ctypes.get_errno(), "unshare")
+    os.write(tell_ready, b"1")
+    os.read(mapped, 1)
+    os.execvp(command[0], command)
+os.read(ready, 1)
+for kind in ("uid_map", "gid_map"):
+    with open(f"/proc/{child}/{kind}", "w") as file:
+        file.write(users)
+os.write(tell_mapped, b"1")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def in_namespace(uid: int, shown_as: int) -> tuple[str, ...]:
+    """Begins a command that runs as root of a user namespace which also maps that user."""
+    users = f"0 0 1\n{shown_as} {uid} 1\n"
+    return sys.executable, "-c", _IN_NAMESPACE, users
 
 
 def kvkeep_as(uid: int) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from engines import (
     eventually,
     oracle,
     prompt,
+    run,
+    seed,
     serve,
     status,
     tokens_of,
@@ -28,19 +31,25 @@ from engines import (
 from local_users import (
     AS_ROOT_INSIDE,
     ATTACKER,
+    NO_CAPS,
+    VICTIM,
     ServerAs,
     doors,
     false_server,
+    in_namespace,
+    kvkeep_as,
     needs_namespaces,
     needs_two_users,
     say_as_other,
 )
 
+from kvkeep.cli.remote import ask
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host
 from kvkeep.wire.frames import Header, encode
+from kvkeep_lab.simulation.oracle import OracleModel
 
 pytestmark = needs_two_users
 POOL_OF_OTHER = Path(f"/dev/shm/kvkeep-false-{os.getpid()}")
@@ -181,6 +190,68 @@ def test_a_socket_with_a_file_is_open_to_users_that_were_named(directory: Path, 
         else:
             assert b"KVKP" in bytes.fromhex(heard["came"])
         assert status(server)["counters"]["sessions_opened"] == (users != "none")
+
+
+# -- users that were named, on purpose
+
+ROOT: tuple[str, ...] = ()
+INSIDE = 1_000  # how a namespace shows a user
+SHARED, SOCKET, NOTHING_AT_ALL = "shared memory", "the socket", "nothing"
+
+
+@pytest.mark.parametrize(
+    ("engine_as", "names", "server_uid", "server_names", "through"),
+    [
+        pytest.param(ROOT, ATTACKER, ATTACKER, None, SHARED, id="root"),
+        pytest.param(NO_CAPS, ATTACKER, ATTACKER, None, SOCKET, id="root without capabilities"),
+        pytest.param(VICTIM, None, 0, VICTIM, SOCKET, id="a user, beside root's server"),
+        pytest.param(VICTIM, ATTACKER, ATTACKER, VICTIM, SOCKET, id="two users"),
+        pytest.param(VICTIM, ATTACKER, ATTACKER, None, NOTHING_AT_ALL, id="named by one side"),
+        pytest.param(
+            in_namespace(ATTACKER, INSIDE),
+            INSIDE,
+            ATTACKER,
+            None,
+            SHARED,
+            id="as the namespace shows it",
+            marks=needs_namespaces,
+        ),
+        pytest.param(
+            in_namespace(ATTACKER, INSIDE),
+            ATTACKER,
+            ATTACKER,
+            None,
+            NOTHING_AT_ALL,
+            id="not as the namespace shows it",
+            marks=needs_namespaces,
+        ),
+    ],
+)
+def test_engine_and_server_of_different_users_work_as_the_guide_says(
+    engine_as: int | tuple[str, ...],
+    names: int | None,
+    server_uid: int,
+    server_names: int | None,
+    through: str,
+) -> None:
+    """The table in docs/guides/security.md, row by row, and what namespaces make of it."""
+    number, prompts = seed(), [prompt(23)]
+    flags = () if server_names is None else ("--trusted-users", str(server_names))
+    become = kvkeep_as(engine_as) if isinstance(engine_as, int) else engine_as
+    extra = {} if names is None else {"kvkeep.trusted_users": str(names)}
+    options = {"extra": extra, "enable_prefix_caching": False}
+    job = {"seed": number, "prompts": prompts, "rounds": 2, "options": options}
+    # Not below pytest's directory, which each run of pytest closes to other users.
+    with tempfile.TemporaryDirectory(prefix="kvkeep-") as name:
+        os.chown(name, server_uid, server_uid)
+        server_as = kvkeep_as(server_uid) if server_uid else ROOT
+        with ServerAs(server_as, *POOL, *flags, state_dir=Path(name)) as server:
+            [answer] = run(server.address, job, become)
+            counters = ask(server.http, "/v1/status")["counters"]
+    assert [answer["tokens"]] == without_cache(OracleModel(number), prompts)
+    assert answer["extra"] == (0 if through == NOTHING_AT_ALL else 20), "in the second round"
+    assert (counters["hit_blocks"] > 0) is (through != NOTHING_AT_ALL)
+    assert (counters["network_bytes_out"] > 0) is (through == SOCKET)
 
 
 # -- in another user namespace
