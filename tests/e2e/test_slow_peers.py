@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 
 import clients
@@ -19,7 +20,10 @@ from clients import holds, stores
 from engines import eventually, status
 
 from kvkeep.cli.keygen import make
-from kvkeep.testing.process import ServerProcess
+from kvkeep.kv.identity import tenant_of
+from kvkeep.server.guard import MAX_WORKED_ON
+from kvkeep.server.quotas import KeptQuotas, QuotaFile
+from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host, unix_name
@@ -158,6 +162,60 @@ def test_half_messages_of_all_take_no_more_memory_than_is_counted(tmp_path: Path
         Host(server, None).check_served()
         for connected in crowd:
             connected.close()
+
+
+# -- over HTTP
+
+HTTP_CLIENTS, AT_ONCE = 512, 64
+OF_THE_LARGEST = 48  # clients that ask for the largest answer: 166 MiB together
+TENANTS = 10_000
+UNREAD_KIB = 64 * KIB  # of all answers that are not read
+COPIES = 4  # of an answer that is worked on: its rows, its text, its parts
+
+
+def asked(http: str, path: str) -> tuple[int, int]:
+    """The status of an answer, and how many bytes it has."""
+    connection = HTTPConnection(http, timeout=PATIENCE_S)
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    size = len(reply.read())
+    connection.close()
+    return reply.status, size
+
+
+def test_http_clients_that_never_read_cost_what_is_counted_and_health_is_answered(
+    tmp_path: Path,
+) -> None:
+    """Twice as many as there may be connections. The first ask for the largest answer that the
+    server has, its list of tenants, one after the other: else most would be refused."""
+    limits = {tenant_of(str(number)): MIB for number in range(TENANTS)}
+    QuotaFile(tmp_path / "never-read" / "quotas.json").save(KeptQuotas(limits=limits))
+    where = {"name": "never-read", "state_dir": tmp_path}
+    with (
+        ServerProcess("--pool-size", "16MiB", "--shutdown-grace", "0s", **where) as server,
+        contextlib.ExitStack() as crowd,
+    ):
+        host, _, port = server.http.rpartition(":")
+        largest = f"/v1/tenants?limit={TENANTS}"
+        answered, size = asked(server.http, largest)
+        assert answered == 200 and size > 3 * MIB
+        before = most = resident_kib(server)
+        for number in range(HTTP_CLIENTS):
+            client = crowd.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * KIB)
+            client.settimeout(PATIENCE_S)
+            client.connect((host, int(port)))
+            path = largest if number < OF_THE_LARGEST else "/openapi.json"
+            client.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode())
+            if path == largest:
+                assert wait_for(client, 1_000 * PATIENCE_S), "the answer has begun"
+                most = max(most, resident_kib(server))
+            if number % AT_ONCE == AT_ONCE - 1:
+                assert asked(server.http, "/healthz")[0] == 200
+                most = max(most, resident_kib(server))
+        may_grow = UNREAD_KIB + MAX_WORKED_ON * COPIES * size // KIB
+        assert most - before < may_grow, f"{(most - before) // KIB} MiB"
+        assert asked(server.http, "/healthz")[0] == 200
 
 
 def test_one_who_sends_half_and_then_the_rest_is_served(host: Host) -> None:
