@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvkeep.server import connections
 from kvkeep.server.counters import (
     LATENCY_BUCKETS_US,
     OTHER,
@@ -19,7 +23,10 @@ from kvkeep.server.counters import (
 )
 from kvkeep.server.metrics import families
 from kvkeep.server.status import LARGEST_TENANTS
+from kvkeep.testing.clock import eventually
+from kvkeep.wire.address import tcp_host
 from kvkeep.wire.messages import RequestReport
+from kvkeep.wire.peers import peer_uid
 
 TENANT = "t-" + "a" * 32
 Start = Callable[..., Any]
@@ -174,6 +181,37 @@ def test_the_longest_turn_of_the_loop_is_that_since_the_last_scrape(start: Start
         and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
     )
     assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") < 3
+
+
+def test_the_time_that_a_turn_takes_is_measured(start: Start) -> None:
+    running = start()
+    scrape(running)
+    running.in_loop(lambda: time.sleep(0.3))
+    samples = scrape(running)
+    assert value(samples, "kvkeep_loop_longest_turn_seconds") >= 0.3
+    assert value(samples, "kvkeep_loop_turn_seconds_sum") >= 0.3
+
+
+def test_accepting_a_connection_is_part_of_the_turn(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the metric, and for /healthz, which tells by `busy_since` whether the loop is stuck."""
+    running = start()
+    busy_since: list[float | None] = []
+
+    def slow(connected: socket.socket) -> int | None:
+        busy_since.append(running.daemon.busy_since)
+        time.sleep(0.3)
+        return peer_uid(connected)
+
+    monkeypatch.setattr(connections, "peer_uid", slow)
+    where = tcp_host(running.daemon.address)
+    assert where is not None
+    with socket.create_connection(where):
+        assert eventually(lambda: busy_since)
+        running.in_loop(lambda: None)  # what is asked from now on waits for the next turn
+        assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") >= 0.3
+    assert None not in busy_since
 
 
 def test_each_tier_has_its_samples(start: Start, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class Connections:
         self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, Peer] = {}  # in the order of their turns
+        self._to_accept: list[Listening] = []
         self.held_bytes = 0  # of incomplete messages and unread replies
         self._accepted = 0
         self._problems = ProblemLog(clock)
@@ -104,9 +105,10 @@ class Connections:
     def wait(self, timeout_s: float) -> list[int]:
         """Waits for something to do, at most `timeout_s`. Returns which others are readable."""
         others: list[int] = []
+        self._to_accept.clear()
         for descriptor, _ in self._epoll.poll(0 if self._ready else timeout_s):
             if descriptor in self._listeners:
-                self._accept(self._listeners[descriptor])
+                self._to_accept.append(self._listeners[descriptor])
             elif descriptor in self._peers:
                 self._ready.setdefault(descriptor, self._peers[descriptor])
             else:
@@ -114,7 +116,10 @@ class Connections:
         return others
 
     def serve(self, answer: Answer) -> None:
-        """Serves the peers that wait, a few requests each, for _TURN_S at most."""
+        """Accepts one connection from each listener that has some. Then serves the peers that wait,
+        a few requests each, for _TURN_S at most."""
+        while self._to_accept:
+            self._accept(self._to_accept.pop())
         until_s = self._clock() + _TURN_S
         for peer in list(self._ready.values()):
             if self._clock() >= until_s:
