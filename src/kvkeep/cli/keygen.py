@@ -49,22 +49,16 @@ def keygen(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option(
-            "--name",
-            help="Make a certificate for a client of this name; may be given several times.",
-        ),
+        typer.Option("--name", help="A client to make a certificate for; may be repeated."),
     ] = None,
     hosts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--host",
-            help="A name or IP address that clients reach the server by; may be given several times.",
-        ),
+        typer.Option("--host", help="A name or IP address of the server; may be repeated."),
     ] = None,
     tenants: Annotated[
         str,
         typer.Option(
-            help="Bind these clients to tenants: ids, prefixes of ids followed by *, separated by commas."
+            help="Bind these clients to tenants: ids, or prefixes with *, separated by commas."
         ),
     ] = "",
     admin: Annotated[

@@ -107,31 +107,36 @@ class Daemon:
             self.movement = open_tiers(self.settings, self.pool, self.store, self.epoch)
             self.service.tiers = self.movement
             self.service.tracing = self.tracing
-            self.authority = Authority(tls_files(settings), settings.authorized_clients)
-            self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
-            self.address = self._listeners.address
-            self._connections = Connections(
-                self._listeners,
-                2 * settings.max_sessions,
-                settings.max_frame_size,
-                authority=self.authority,
-                trusted_users=settings.trusted_users,
-                counters=self.service.counters,
-                strangers=self.strangers,
-            )
-            self._waker, self._wake = socket.socketpair()
-            self._waker.setblocking(False)
-            self._wake.setblocking(False)
-            self._connections.also_wait_for(self._waker.fileno())
-            for descriptor in self.movement.filenos if self.movement else ():
-                self._connections.also_wait_for(descriptor)
-            if self.movement is not None:
-                self.movement.started = self._connections.also_wait_for
-                self.movement.tracing = self.tracing
+            self._listen()
         except BaseException:
             # guard: a server that does not start leaves nothing behind but the old pool
             self.close(keep=self.pool.is_left)
             raise
+
+    def _listen(self) -> None:
+        """Opens the address for engines. The loop waits for them, for its waker and for tiers."""
+        settings = self.settings
+        self.authority = Authority(tls_files(settings), settings.authorized_clients)
+        self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
+        self.address = self._listeners.address
+        self._connections = Connections(
+            self._listeners,
+            2 * settings.max_sessions,
+            settings.max_frame_size,
+            authority=self.authority,
+            trusted_users=settings.trusted_users,
+            counters=self.service.counters,
+            strangers=self.strangers,
+        )
+        self._waker, self._wake = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wake.setblocking(False)
+        self._connections.also_wait_for(self._waker.fileno())
+        for descriptor in self.movement.filenos if self.movement else ():
+            self._connections.also_wait_for(descriptor)
+        if self.movement is not None:
+            self.movement.started = self._connections.also_wait_for
+            self.movement.tracing = self.tracing
 
     def run(self) -> None:
         """Serves until `stop` is called, then waits for loads and stores in progress."""

@@ -131,12 +131,7 @@ class SchedulerConnector:
         self.step_loads = StepLoads(config)
         self.step_loads.pool = context.block_pool
         self.step_loads.worker = self._worker if may_load_in_step else None
-        groups = event_groups(kv_cache_config, self._layout, hash_tokens)
-        self.events = CacheEvents(
-            config, groups, self._layout.block_tokens, shape.fingerprint, self._keys.scope
-        )
-        if self.events.enabled:
-            self._adapter.connection.background = self.events.feed.turn
+        self.events = self._make_events(config, kv_cache_config, shape, hash_tokens)
         self._has_siblings = bool(handshake.siblings)
         self._sibling_loads = SiblingLoads()
         self.keys_of_siblings = keys_of_siblings(handshake.siblings)
@@ -160,6 +155,21 @@ class SchedulerConnector:
         self._rank_outages: dict[int, Outage] = {}  # as those ranks report them
         self.faults = 0
         self._connect(shape, patience_ms)
+
+    def _make_events(
+        self,
+        config: Any,
+        kv_cache_config: Any,
+        shape: BlockShape,
+        hash_tokens: int,
+    ) -> CacheEvents:
+        groups = event_groups(kv_cache_config, self._layout, hash_tokens)
+        events = CacheEvents(
+            config, groups, self._layout.block_tokens, shape.fingerprint, self._keys.scope
+        )
+        if events.enabled:
+            self._adapter.connection.background = events.feed.turn
+        return events
 
     def _connect(self, shape: BlockShape, patience_ms: int) -> None:
         if self._adapter.connection.wait_until_up(patience_ms):
