@@ -25,6 +25,8 @@ _PAUSE_US = (5_000, 900_000)
 _SOON_US = (1_000, 60_000)
 _SHORT_US = (20_000, 400_000)
 _LONG_US = (200_000, 1_500_000)
+_FOR_EVER_US = 86_400_000_000
+_NEVER_READS = 0.3  # of stalled connections
 _TRY_AGAIN_US = 20_000
 _DRAIN_US = (1_000, 200_000)
 _PROVEN_COLUMNS = ("keys", "parent", "tenant", "layout", "check", "slot", "seal")
@@ -192,7 +194,11 @@ class Faults:
         self.strangers.clear()
 
     def _stalled_connection(self, chance: random.Random) -> bool:
-        return self._network.stall(chance, chance.randint(*_LONG_US))
+        """For a while, or because one side never reads again, until the connection is given up."""
+        never_reads = chance.random() < _NEVER_READS
+        return self._network.stall(
+            chance, _FOR_EVER_US if never_reads else chance.randint(*_LONG_US)
+        )
 
     def _server_clock_jump(self, chance: random.Random) -> bool:
         self._server.process.jump(chance.randint(*_JUMP_US))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.wire.frames import HEADER_BYTES, MAGIC
+from kvkeep_lab.chaos import faults
 from kvkeep_lab.chaos.mutants import planted
 from kvkeep_lab.chaos.network import ChaosNetwork
 from kvkeep_lab.chaos.plan import EngineItem, Moment, Plan, Rate, draw
@@ -124,10 +125,17 @@ def test_a_flipped_bit_in_a_length_makes_nobody_deaf_for_long(
         assert outcome.finished == outcome.requests
 
 
-@pytest.mark.parametrize("fault", ["server_of_other_user", "stalled_connection"])
+@pytest.mark.parametrize(
+    ("fault", "never_reads"),
+    [("server_of_other_user", 0.0), ("stalled_connection", 0.0), ("stalled_connection", 1.0)],
+)
 def test_a_fault_of_connections_costs_nobody_an_answer(
-    make_plan: Callable[..., Plan], fault: str
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    never_reads: float,
 ) -> None:
+    monkeypatch.setattr(faults, "_NEVER_READS", never_reads)
     plan = make_plan(pool_blocks=150)
     outcome = ChaosRun(
         make_plan(Moment(plan.duration_ms // 2, fault, seed=3), pool_blocks=150)
