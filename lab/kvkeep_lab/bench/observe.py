@@ -58,7 +58,7 @@ _FILLING = 4  # turns until it is full
 _DESCRIPTION = bytes(128)  # as long as that of a block of 16 tokens
 _DEADLINE_MS = 10_000
 
-OPTIONS = {"lookups": "How often each lookup is made.", "rounds": "Turns of steps and of stores."}
+OPTIONS = {"rounds": "Turns of steps and of stores."}
 
 
 def run(lookups: int = 1000, rounds: int = 20) -> dict[str, Any]:

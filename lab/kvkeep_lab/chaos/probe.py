@@ -36,9 +36,9 @@ class Probe:
         """With a service that has begun anew."""
         tiers = [_tier(server) for server, _ in self._engines]
         self._wait(lambda: all(tier.is_settled for tier in tiers), RECOVERS_US, "recovers")
-        tiers[0].service.empty()
-        self._simulation.run(_PAUSE_US)  # no clear is on its way
         self._forget()
+        self._simulation.run(_PAUSE_US)  # no clear is on its way, and nothing is written any more
+        tiers[0].service.empty()
         written = tiers[0].tier.counts.written_blocks
         first = self._engines[0][1]
         for _ in range(2):  # what the host thinks is there already is written when it is used again

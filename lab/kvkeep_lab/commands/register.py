@@ -20,6 +20,7 @@ BENCHES = {
 }
 BENCH_OPTIONS = {
     "layers": "Layers that a block is spread over.",
+    "lookups": "How often each lookup is made.",
     "prompts": "How many prompts are served together.",
     "requests": "How many requests.",
     "scenarios": "What is measured, with commas between.",
