@@ -4,6 +4,7 @@ planted."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def run_all(count: int = 400, seed: int = 21) -> None:
 def test_it_is_quiet_and_goes_deep() -> None:
     counted: Counter[str] = Counter()
     refusals: set[str] = set()
-    for data in random_inputs(20, 400, longest=400):
+    for data in random_inputs(23, 400, longest=400):
         siege = Siege(data)
         counted["messages"] += siege.run().messages
         counters = siege.server.service.counters
@@ -126,10 +127,11 @@ def test_a_range_that_is_not_checked_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lease_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: Store, session: int, lease: int, now_ms: int) -> bool:
-        return self.sessions[session].leases.pop(lease, None) is not None
+    def forgetful(self: Store, session: int, leases: Sequence[int], now_ms: int) -> set[int]:
+        held = self.sessions[session].leases
+        return {lease for lease in leases if held.pop(lease, None) is not None}
 
-    monkeypatch.setattr(Store, "release", forgetful)
+    monkeypatch.setattr(Store, "release_all", forgetful)
     with pytest.raises(AssertionError):
         run_all()
 
