@@ -1,10 +1,13 @@
-"""Which blocks are written next, with a real store and a tier whose process is a list of jobs."""
+"""Which blocks are written next, with a real store and a tier whose process is a list of jobs; and
+with a disk, which blocks are written at all."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvkeep.bench import replay
+from kvkeep.bench.traces import Trace
 from kvkeep.server import write_behind
+from kvkeep.server.disk import Disk
 from kvkeep.server.lower_tier import WriteJob
+from kvkeep.server.movement import Movement
 from kvkeep.server.shared import Shared, tenant_digest
 from kvkeep.server.write_behind import MOST_RESTED_MS, SETTLED_MS, Reference, WriteBehind
 from kvkeep.store import tree
@@ -21,8 +28,11 @@ from kvkeep.store.operators import clear_all
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import BlockTable
 from kvkeep.tiers.admission import Admission
+from kvkeep.tiers.disk_files import DiskFiles
+from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.mover import Job, Mover, Result, Share
 from kvkeep.wire.pool_files import Watch
+from kvkeep_lab.bench.turns_tiers import EndsAtOnce
 
 SLOT = 4096
 ENGINE = 1
@@ -259,21 +269,23 @@ def test_a_long_chain_that_was_refused_begins_anew(
 def test_a_turn_tells_admission_of_some_blocks_of_a_long_prompt(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, int]] = []
 
-    def looked_up(self: Admission, keys: bytes, found: int, known_below: bool = False) -> bool:
-        told.append((len(keys) // 16, found))
+    def looked_up(
+        self: Admission, keys: bytes, found: int, known_below: bool = False, *, coming: int = 0
+    ) -> bool:
+        blocks = len(keys) // 16
+        told.append((blocks, min(blocks, found), min(max(0, blocks - found), coming)))
         return True
 
     monkeypatch.setattr(Admission, "looked_up", looked_up)
     behind = WriteBehind(world.store, [world.tier], 1 << 20, world.numbers.__next__)
     behind.refer(Reference("A", os.urandom(16 * 2000), 700, 100))
     while behind.has_to_do:
-        before = sum(blocks for blocks, _ in told)
+        before = sum(blocks for blocks, *_ in told)
         behind.turn(0)
-        assert sum(blocks for blocks, _ in told) - before <= 512
-    assert sum(blocks for blocks, _ in told) == 2000
-    assert sum(min(each) for each in told) == 800, "the first ones are in memory or coming"
+        assert sum(blocks for blocks, *_ in told) - before <= 512
+    assert [sum(each) for each in zip(*told, strict=True)] == [2000, 700, 100]
 
 
 # -- a tier that keeps four blocks together
@@ -362,3 +374,106 @@ def test_blocks_of_a_long_chain_keep_their_place_in_parcels(
     parcels.waits(SETTLED_MS)
     ranges += parcels.taken()
     assert [number for each in ranges for number in range(*each)] == list(range(blocks))
+
+
+# -- a server with a disk, against `kvkeep bench replay`
+
+MEMORY_BLOCKS, DISK_BLOCKS, PROMPT = 50, 300, 10
+
+
+class Serving:
+    """A memory and a disk that serve requests as the server does, one after the other."""
+
+    def __init__(self, slabs: int = 1, slab_bytes: int = DISK_BLOCKS * SLOT) -> None:
+        self.index = DiskIndex(slabs * slab_bytes, slab_bytes)
+        self.numbers = itertools.count(1)
+        self.begin()
+
+    def begin(self) -> None:
+        """Another server: what memory had is lost."""
+        nbytes = MEMORY_BLOCKS * SLOT
+        self.store = Store(nbytes, nbytes)
+        self.store.add_slabs(0, 1)
+        self.store.open_session(ENGINE)
+        self.layout = self.store.open_layout(ENGINE, b"layout", (SLOT,)).number
+        made = cast(DiskFiles, None), self.index, cast(Mover, EndsAtOnce()), cast(Watch, None)
+        self.disk = Disk("disk", *made, lambda: 0)
+        self.movement = Movement(self.store, [self.disk], [], lambda: 0)
+
+    def request(self, keys: bytes) -> int:
+        """Returns how many blocks memory and disk had."""
+        lease, write = next(self.numbers), next(self.numbers)
+        hit = self.store.lookup(ENGINE, lease, "A", self.layout, keys, 0, 0)
+        coming, _ = self.movement.coming(ENGINE, "A", self.layout, keys, hit.blocks, 0, 0, False)
+        self.turns()
+        self.store.release(ENGINE, lease, 0)
+        plan = self.store.prepare_store(ENGINE, write, "A", self.layout, 0, b"", keys, 0)
+        if len(plan.slots):
+            ones = np.ones(len(plan.slots), np.uint64)
+            stored = self.store.complete_store(ENGINE, write, ones, 0)
+            self.movement.stored(stored.last_row, stored.blocks)
+        self.turns()
+        return hit.blocks + coming
+
+    def turns(self) -> None:
+        while self.movement.has_to_do:
+            self.movement.turn(0)
+
+    def replay(self, trace: Trace) -> tuple[float, float]:
+        """Hits and writes for each reference."""
+        keys_of, hits, before = trace.keys(), 0, self.disk.counts.written_blocks
+        for _, blocks in trace:
+            hits += self.request(keys_of[np.frombuffer(blocks, np.int64)].tobytes())
+        written = self.disk.counts.written_blocks - before
+        return hits / trace.references, written / trace.references
+
+
+def expected(trace: Trace) -> tuple[float, float]:
+    """The same from `kvkeep bench replay`."""
+    in_memory = replay.memory_hits(trace, MEMORY_BLOCKS)
+    hits, writes, _ = replay.replay(trace, "adaptive", in_memory, DISK_BLOCKS)
+    return hits / trace.references, writes / trace.references
+
+
+def prompts(numbers: Iterable[int]) -> Trace:
+    """A request for each number, with blocks of its own."""
+    trace = Trace()
+    for number in numbers:
+        trace.blocks.extend(range(PROMPT * number, PROMPT * (number + 1)))
+        trace.ends.append(len(trace.blocks))
+        trace.times.append(0)
+    trace.distinct = max(trace.blocks) + 1
+    return trace
+
+
+def returning(count: int) -> Iterator[int]:
+    """Every third prompt returns once, when memory has lost it and the disk has not."""
+    for number in range(count):
+        yield number
+        if number % 3 == 0 and number >= 18:
+            yield number - 18
+
+
+def test_the_disk_gets_what_the_replay_says() -> None:
+    """Here first use pays, because of blocks that the disk brings up."""
+    trace = prompts(returning(300))
+    replayed = expected(trace)
+    assert replayed[0] > 0.2
+    assert Serving().replay(trace) == pytest.approx(replayed, abs=0.01)
+
+
+def test_a_disk_is_full_though_its_slots_leave_rests_of_slabs() -> None:
+    """The rests add up to a fifth of the disk, and no block fits into them."""
+    trace = prompts(range(150))
+    served = Serving(DISK_BLOCKS // 2, 5 * SLOT // 2).replay(trace)
+    assert served == pytest.approx(expected(trace), abs=0.1)
+
+
+def test_a_disk_that_was_full_before_a_restart_is_full() -> None:
+    """It gets what prompts that never return are worth to a full disk, not all of them."""
+    serving = Serving()
+    serving.replay(prompts(range(40)))
+    assert serving.disk.free_blocks(serving.store.layouts.get(serving.layout)) == 0
+    serving.begin()
+    _, writes = serving.replay(prompts(range(40, 80)))
+    assert writes < 0.5

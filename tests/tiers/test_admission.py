@@ -115,6 +115,28 @@ def test_first_use_does_not_pay_for_hits_that_memory_has() -> None:
     assert admission.wanted(keys("new"), FULL) == 0
 
 
+def test_first_use_pays_for_hits_that_the_disk_has() -> None:
+    """They are no hits of memory, although no store follows them."""
+    admission = seen_a_scan()
+    for number in range(DISK_BLOCKS // 5):
+        request(admission, *batch(number))
+        if number >= 20:
+            admission.looked_up(keys(*batch(number - 20)), found=0, coming=10)
+    assert admission.wanted(keys("new"), FULL) == 1
+
+
+def test_a_disk_that_was_full_before_a_restart_is_full_for_the_trial() -> None:
+    admission = Admission(DISK_BLOCKS)
+    admission.recovered(keys(*range(DISK_BLOCKS)))
+    assert "with 1000 and 1000 of 1000 blocks" in repr(admission)
+    assert admission.wanted(keys("new"), FULL) == 1, "nothing speaks against it yet"
+    for number in range(DISK_BLOCKS // 20):
+        request(admission, *batch(number))
+    assert admission.wanted(keys("new"), FULL) == 0
+    request(admission, 5)
+    assert admission.wanted(keys(5), FULL) == 1, "it was used before the restart, too"
+
+
 @pytest.mark.parametrize("disk_blocks", [DISK_BLOCKS, 8000])
 def test_the_rule_follows_the_traffic_on_disks_of_every_size(disk_blocks: int) -> None:
     """Large disks are judged by a sample of the keys."""

@@ -303,11 +303,32 @@ def test_blocks_are_evicted_before_an_image_of_the_log_is_too_long(disk: Disk) -
     found.most_image_bytes = 12 * 80  # a row and its checksum
     disk.index = DiskIndex(DATA, SLAB, None, found)
     first, second = os.urandom(16 * 8), os.urandom(16 * 8)
-    assert disk.store(first) == 8 == disk.store(second)
+    assert disk.index.free_blocks(SHAPE) == 12
+    assert disk.store(first) == 8 and disk.index.free_blocks(SHAPE) == 4
+    assert disk.store(second) == 8 and disk.index.free_blocks(SHAPE) == 0
     assert disk.found(second) == 8 and disk.found(first) == 4
     hits = [disk.index.find("a", SHAPE, keys, 0, 0) for keys in (first, second)]
     assert disk.store(os.urandom(16 * 8)) == 0, "nothing can be evicted"
     assert all(hits)
+
+
+def test_only_slots_that_blocks_of_a_layout_fit_into_are_free_for_it(disk: Disk) -> None:
+    slabs, large = DATA // SLAB, SHAPES[2]
+    assert disk.index.free_blocks(large) == slabs * (SLAB // large.slot_bytes)
+    disk.store(os.urandom(16))
+    assert disk.index.free_blocks(SHAPE) == slabs * (SLAB // SHAPE.slot_bytes) - 1
+    assert disk.index.free_blocks(large) == (slabs - 1) * (SLAB // large.slot_bytes)
+
+
+def test_the_next_index_knows_in_which_order_blocks_were_used(disk: Disk) -> None:
+    keys = [os.urandom(16) for _ in range(3)]
+    for key in keys:
+        disk.store(key)
+    disk.found(keys[0])
+    disk.log()
+    disk.restart()
+    by_use, slot_bytes = disk.index.keys_by_use()
+    assert by_use.tobytes() == keys[1] + keys[2] + keys[0] and slot_bytes == SHAPE.slot_bytes
 
 
 def test_what_follows_a_record_that_is_none_is_kept(disk: Disk) -> None:

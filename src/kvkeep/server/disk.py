@@ -135,7 +135,10 @@ class Disk(LowerTier):
     # -- from memory
 
     def free_blocks(self, layout: Layout) -> int:
-        return self.free_bytes // layout.slot_bytes
+        return self.index.free_blocks(layout)
+
+    def keys_by_use(self) -> tuple[NDArray[np.uint64], int]:
+        return self.index.keys_by_use()
 
     def plan(
         self,

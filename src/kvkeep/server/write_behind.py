@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.fair_queue import FairQueue
 from kvkeep.server.lower_tier import LowerTier, WriteJob
@@ -104,7 +106,7 @@ class WriteBehind:
         self._data_bytes = data_bytes
         self._next_number = next_number
         self._slot_bytes = 0  # of the first layout that is written
-        self._admission = Admission(data_bytes // _GUESSED_SLOT_BYTES) if data_bytes else None
+        self._admission = self._admission_of_all() if data_bytes else None
         self._references = FairQueue[int, Reference](_MOST_REFERENCES)
         self._judged: _Judged | None = None
         self._numbers = itertools.count()
@@ -184,8 +186,9 @@ class WriteBehind:
         if used.is_store:
             judged.is_known = admission.stored(keys, judged.is_known)
         else:
-            found = max(0, used.ready + used.coming - start)
-            judged.is_known = admission.looked_up(keys, found, judged.is_known)
+            found = max(0, used.ready - start)
+            coming = max(0, used.ready + used.coming - start) - found
+            judged.is_known = admission.looked_up(keys, found, judged.is_known, coming=coming)
 
     def _write_behind(self, now_ms: int) -> None:
         """Gives a mover the next blocks of one chain, or finds that a few chains have none."""
@@ -327,6 +330,15 @@ class WriteBehind:
             resting.begun.has_rested = True
             if not self._to_write.add(tenant, key, resting.begun):
                 self.evicted_unwritten += 1
+
+    def _admission_of_all(self) -> Admission:
+        """Knows what the tiers have from earlier servers."""
+        keys, slot_bytes = zip(*(tier.keys_by_use() for tier in self.tiers), strict=True)
+        admission = Admission(self._data_bytes // (max(slot_bytes) or _GUESSED_SLOT_BYTES))
+        ages = np.concatenate([np.arange(len(each)) / max(1, len(each)) for each in keys])
+        by_use = np.argsort(ages, kind="stable")  # those of several tiers in turns
+        admission.recovered(np.concatenate(keys)[by_use].tobytes())
+        return admission
 
     def _wanted(self, tier: LowerTier, layout: Layout, keys: bytes) -> int:
         """How many leading blocks are worth writing."""

@@ -30,6 +30,7 @@ _TRIAL_BLOCKS = 4096  # in a miniature, at most
 _REMEMBERED_PER_BLOCK = 8  # keys that are remembered for each block of the disk
 _LEAST_REMEMBERED = 1 << 19
 _MOST_REMEMBERED = 1 << 22  # 32 MiB
+_RECOVERED_A_STEP = 1 << 14  # few of which displace each other
 
 # The two lowest bits of an entry in KeyUses; the others are those of the key's first word.
 _USED_AGAIN = np.uint64(1)
@@ -60,9 +61,21 @@ class Admission:
         if not self._trial.fit(disk_blocks):
             self._trial = Trial(disk_blocks)
 
-    def looked_up(self, keys: bytes, found: int, known_below: bool = False) -> bool:
-        """Notes that a request needs these blocks, of which the first `found` are in memory or on
-        their way there. Not for a lookup that repeats an earlier one of the same request.
+    def recovered(self, keys: bytes) -> None:
+        """Notes that the disk had these blocks when the server started, least recently used first.
+        Without it, a full disk would look empty to the trial, which would fill it once more."""
+        words = _words(keys)
+        for at in range(0, len(words), _RECOVERED_A_STEP):
+            some = words[at : at + _RECOVERED_A_STEP]
+            self._uses.put(some, np.zeros(len(some), np.uint64))
+        self._trial.fill(words)
+
+    def looked_up(
+        self, keys: bytes, found: int, known_below: bool = False, *, coming: int = 0
+    ) -> bool:
+        """Notes that a request needs these blocks, of which the first `found` are in memory, and
+        the next `coming` on their way there from a tier: hits of the tier, which are not stored
+        again. Not for a lookup that repeats an earlier one of the same request.
 
         A long chain may come in parts, its end first: returns whether a block of it is known, which
         the part above gets as `known_below`."""
@@ -71,7 +84,7 @@ class Admission:
         known = len(words) if known_below else _leading(is_known)
         states = np.zeros(len(words), np.uint64)
         states[:known] = _USED_AGAIN
-        states[found:] |= _AWAITED
+        states[found + coming :] |= _AWAITED
         self._uses.put(words, states)
         self._trial.use(words, known, found)
         return known > 0
@@ -165,6 +178,12 @@ class Trial:
         self._shrink(self._first_use)
         self._shrink(self._second_use)
         return True
+
+    def fill(self, words: NDArray[np.uint64]) -> None:
+        """Puts blocks into both miniatures, least recently used first. Neither has written them."""
+        for word in words[words < self._sampled_below].tolist():
+            self._touch(self._first_use, word)
+            self._touch(self._second_use, word)
 
     def use(self, words: NDArray[np.uint64], known: int, found: int) -> None:
         """Tries a request for these keys on both miniatures. The first `known` were used before,

@@ -256,6 +256,23 @@ class DiskIndex:
         known = self._known(fingerprint)
         return dict(known.physical) if known else {}
 
+    def free_blocks(self, shape: Layout) -> int:
+        """How many blocks of this layout can be written before others are evicted: not as many as
+        the free bytes hold. Slabs are not used to their end by slots that do not divide them, slabs
+        of another slot size are not free, and an image of the log has room for so many."""
+        log_bytes = self._most_image_bytes - self._bytes_of_image()
+        fit = self.store.slabs.available(shape.slot_bytes)
+        return max(0, min(fit, log_bytes // _image_bytes(shape)))
+
+    def keys_by_use(self) -> tuple[NDArray[np.uint64], int]:
+        """The keys of all blocks, least recently used first, and the bytes of a slot, of the layout
+        that has most of them; 0 if there is none."""
+        table, layouts = self.store.blocks.table, self.store.layouts
+        rows = table.live_rows()
+        rows = rows[np.argsort(table.many.used[rows], kind="stable")]
+        largest = max(layouts, key=lambda each: each.blocks, default=None)
+        return table.keys.words[rows], largest.slot_bytes if largest else 0
+
     # -- operators ---------------------------------------------------------------------------------
 
     def clear(self, tenant: str) -> int:
@@ -297,7 +314,7 @@ class DiskIndex:
         store = self.store
         while True:
             excess = blocks * _image_bytes(layout) - self._most_image_bytes
-            excess += sum(each.blocks * _image_bytes(each) for each in store.layouts)
+            excess += self._bytes_of_image()
             if excess <= 0:
                 return True
             store.blocks.begin_turn()
@@ -307,6 +324,10 @@ class DiskIndex:
             store.eviction.evictions += store.blocks.evict(
                 row, now_ms, -(-excess // _image_bytes(layout))
             )
+
+    def _bytes_of_image(self) -> int:
+        """What all blocks take in an image of the log."""
+        return sum(each.blocks * _image_bytes(each) for each in self.store.layouts)
 
     def _note_use(self, slot: int) -> None:
         if len(self._used) < _USES_A_RECORD:
