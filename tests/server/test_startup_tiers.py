@@ -145,12 +145,51 @@ def test_a_log_that_cannot_be_read_is_a_fault_and_the_blocks_stay(
     assert (tmp_path / "disk" / "log-1").read_bytes() == before
 
 
-def newer_format(disk: Path) -> None:
-    disk.mkdir()
-    head = struct.pack("<8sIIQ", b"kvkeepdk", disk_files.VERSION + 1, 0, MIB)
+def change_format(disk: Path, version: int) -> None:
+    """The header of the files there says so."""
+    magic, _, *rest = struct.unpack("<8sIIQ", (disk / "header").read_bytes()[:-8])
+    head = struct.pack("<8sIIQ", magic, version, *rest)
     (disk / "header").write_bytes(head + checksum(head).to_bytes(8, "little"))
-    for name in ("data", "log-0", "log-1"):
-        (disk / name).touch()
+
+
+def test_a_server_sets_an_older_format_aside_and_uses_the_disk(tmp_path: Path) -> None:
+    world = World(tmp_path / "disk")
+    try:
+        world.put(1)
+        assert eventually(lambda: world.written(BLOCKS))
+        world.server.stop()
+        change_format(tmp_path / "disk", disk_files.VERSION - 1)
+        world.restart()
+        assert "starts empty, since it had the older format 0: its files are set aside" in (
+            world.server.log()
+        )
+        assert (world.tier()["state"], world.tier()["blocks"]) == ("ok", 0)
+        assert world.get(1) == 0
+        world.put(2)
+        assert eventually(lambda: world.written(BLOCKS))
+        world.restart()
+        assert eventually(lambda: world.get(2) == BLOCKS) and world.get(1) == 0
+        assert "older format" not in world.server.log()
+    finally:
+        world.close()
+
+
+def test_a_server_refuses_a_newer_format_and_its_blocks_stay(tmp_path: Path) -> None:
+    world = World(tmp_path / "disk")
+    try:
+        world.put(1)
+        assert eventually(lambda: world.written(BLOCKS))
+        world.server.stop()
+        shutil.rmtree(world.server.pool, ignore_errors=True)
+        change_format(tmp_path / "disk", disk_files.VERSION + 1)
+        with pytest.raises(Unavailable, match="has format 2; this release knows 1") as refused:
+            World(tmp_path / "disk")
+        assert "start the newer release" in str(refused.value)
+        change_format(tmp_path / "disk", disk_files.VERSION)
+        world.restart()
+        assert eventually(lambda: world.get(1) == BLOCKS)
+    finally:
+        world.close()
 
 
 def symbolic_link(disk: Path) -> None:
@@ -162,7 +201,7 @@ def file_in_its_place(disk: Path) -> None:
     disk.write_text("")
 
 
-MISTAKES = {newer_format: "format", symbolic_link: "symbolic link", file_in_its_place: "exists"}
+MISTAKES = {symbolic_link: "symbolic link", file_in_its_place: "exists"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_life import SHAPES, store, verify
@@ -148,28 +149,62 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         DiskFiles.open(tmp_path / "a" / "b", SIZE, SLAB)
 
 
-def header(version: int = disk_files.VERSION, slab: int = SLAB) -> bytes:
-    head = struct.pack("<8sIIQ", b"kvkeepdk", version, 0, slab)
+def header(version: int = disk_files.VERSION, slab: int = SLAB, more: bytes = b"") -> bytes:
+    head = struct.pack("<8sIIQ", b"kvkeepdk", version, 0, slab) + more
     return head + checksum(head).to_bytes(8, "little")
 
 
-def test_a_newer_format_is_refused_and_left_alone(directory: Path) -> None:
-    keys, is_newer = fill(directory), header(disk_files.VERSION + 1)
+@pytest.mark.parametrize("more", [b"", b"what only a newer release knows"])
+def test_a_newer_format_is_refused_and_left_alone(directory: Path, more: bytes) -> None:
+    keys, is_newer = fill(directory), header(disk_files.VERSION + 1, more=more)
     (directory / "header").write_bytes(is_newer)
-    with pytest.raises(TierError, match=r"has format 2; this release knows 1"):
+    with pytest.raises(TierError, match=r"has format 2; this release knows 1") as refused:
         DiskFiles.open(directory, SIZE, SLAB)
+    assert "start the newer release" in refused.value.hint
     (directory / "header").write_bytes(header())
     assert blocks_found(directory, keys) == 40
 
 
+def test_a_newer_format_with_other_files_is_left_alone(directory: Path) -> None:
+    fill(directory)
+    (directory / "header").write_bytes(header(disk_files.VERSION + 1))
+    (directory / "log-1").rename(directory / "index")
+    before = sorted(directory.iterdir())
+    with pytest.raises(TierError, match="has format 2"):
+        DiskFiles.open(directory, SIZE, SLAB)
+    assert sorted(directory.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["", "data", "log-1"])
 def test_an_older_format_is_set_aside_with_a_word(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    directory: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
+    """Also if a server was killed when it had renamed some of the files."""
     keys = fill(directory)
     (directory / "header").write_bytes(header(0))
+    if name:
+        (directory / name).rename(directory / f"{name}.format-0")
     assert blocks_found(directory, keys) == 0
     assert "had the older format 0: its files are set aside as *.format-0" in caplog.text
-    assert (directory / "data.format-0").stat().st_size > 0
+    for each in ("header", "data", "log-0", "log-1"):
+        assert (directory / f"{each}.format-0").stat().st_size > 0
+    assert blocks_found(directory, fill(directory)) == 40
+
+
+def test_an_older_format_goes_where_there_is_no_room_for_both(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, space = fill(directory), os.statvfs
+    (directory / "header").write_bytes(header(0))
+
+    def small(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=1, f_bavail=SIZE + MIB - allocated(directory))
+
+    monkeypatch.setattr(disk_files.os, "statvfs", small)
+    assert blocks_found(directory, keys) == 0
+    monkeypatch.setattr(disk_files.os, "statvfs", space)
+    assert "no room beside its files of an older format: they are removed" in caplog.text
+    assert not list(directory.glob("*.format-*")) and allocated(directory) <= SIZE
     assert blocks_found(directory, fill(directory)) == 40
 
 

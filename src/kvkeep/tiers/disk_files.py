@@ -47,8 +47,11 @@ from kvkeep.units import MIB, format_size
 VERSION = 1
 _HEADER, _DATA, _LOGS = "header", "data", ("log-0", "log-1")
 _MAGIC = b"kvkeepdk"
-_HEAD = struct.Struct("<8sIIQ")  # magic, version, 0, slab bytes
+_FORMAT = struct.Struct("<8sI")  # magic, version
+_HEAD = struct.Struct("<8sIIQ")  # the same, 0, slab bytes
 _CHECK = struct.Struct("<Q")
+_MOST_HEADER_BYTES = 64 * 1024
+_ASIDE = ".format-"  # and the version: the ending of files of an older format
 _LEAST_LOG_BYTES = MIB
 _LOG_SHARE = 128  # a log takes one byte of so many
 # File systems account for the extents of a file, too: one more for each slot at worst.
@@ -484,42 +487,59 @@ def _fit(files: DiskFiles, directory: Path, wanted: dict[str, int]) -> DiskFiles
 def _why_not_reuse(directory: Path, slab_bytes: int, *, may_rename: bool = True) -> str:
     """Why the directory holds no tier that can be continued; empty if it does. TierError if a newer
     release made it. Files of an older format are set aside if that is allowed."""
-    for name in (_HEADER, _DATA, *_LOGS):
-        try:
-            found = os.stat(directory / name, follow_symlinks=False)
-        except FileNotFoundError:
-            return f"it has no {name}"
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
-            return f"its {name} is no plain file of this user"
-    data = (directory / _HEADER).read_bytes()
-    if len(data) != _HEAD.size + _CHECK.size:
-        return "its header has another length"
-    magic, version, _, found_slab_bytes = _HEAD.unpack(data[: _HEAD.size])
-    (check,) = _CHECK.unpack(data[_HEAD.size :])
-    if magic != _MAGIC or check != checksum(data[: _HEAD.size]):
+    if why := _why_not_ours(directory, _HEADER):
+        return why
+    # The version is looked at first: another format may have other files and a longer header. All
+    # begin it with magic and version, and end it with a checksum of what comes before.
+    with (directory / _HEADER).open("rb") as file:
+        data = file.read(_MOST_HEADER_BYTES)
+    head, check = data[: -_CHECK.size], data[-_CHECK.size :]
+    if len(head) < _FORMAT.size or check != _CHECK.pack(checksum(head)):
+        return "its header is damaged"
+    magic, version = _FORMAT.unpack_from(head)
+    if magic != _MAGIC:
         return "its header is damaged"
     if version > VERSION:
         raise TierError(
             f"the disk tier {directory} has format {version}; this release knows {VERSION}",
-            "use the newer release, or another directory",
+            "start the newer release, name another directory, or remove this one and its blocks",
         )
     if version < VERSION:
         if may_rename:
             _set_aside(directory, version)
         return f"it had format {version}"
+    for name in (_DATA, *_LOGS):
+        if why := _why_not_ours(directory, name):
+            return why
+    if len(head) != _HEAD.size:
+        return "its header is damaged"
+    found_slab_bytes = _HEAD.unpack(head)[3]
     if found_slab_bytes != slab_bytes:
         was, now = format_size(found_slab_bytes), format_size(slab_bytes)
         return f"its slab size is {was}, not {now}"
     return ""
 
 
+def _why_not_ours(directory: Path, name: str) -> str:
+    """Why a file cannot be that of a tier; empty if it can."""
+    try:
+        found = os.stat(directory / name, follow_symlinks=False)
+    except FileNotFoundError:
+        return f"it has no {name}"
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
+        return f"its {name} is no plain file of this user"
+    return ""
+
+
 def _set_aside(directory: Path, version: int) -> None:
-    """Renames the files of an older format."""
-    for name in (_HEADER, _DATA, *_LOGS):
-        os.replace(directory / name, directory / f"{name}.format-{version}")
+    """Renames the files of an older format, the header last: if that is interrupted, the next
+    server goes on."""
+    for name in (_DATA, *_LOGS, _HEADER):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(directory / name, directory / f"{name}{_ASIDE}{version}")
     log.warning(
-        "the disk tier %s had the older format %d: its files are set aside as *.format-%d; remove "
-        "them to free their space",
+        "the disk tier %s starts empty, since it had the older format %d: its files are set aside "
+        "as *.format-%d; remove them to free their space",
         directory,
         version,
         version,
@@ -545,12 +565,21 @@ def _write_header(directory: Path, slab_bytes: int) -> None:
 
 
 def _allocate(directory: Path, wanted: dict[str, int]) -> None:
-    """Extends the files to these sizes, or raises TierError without having changed them."""
+    """Extends the files to these sizes, or raises TierError without having changed them. Files that
+    were set aside go if there is no room for both: the disk was given to the tier."""
     allocated = sum(
         (directory / name).stat().st_blocks * 512 for name in wanted if (directory / name).exists()
     )
-    space = os.statvfs(directory)
-    free, needed = space.f_bavail * space.f_frsize, sum(wanted.values()) - allocated
+    needed, free = sum(wanted.values()) - allocated, _free_bytes(directory)
+    older = [path for name in (_HEADER, *wanted) for path in directory.glob(f"{name}{_ASIDE}*")]
+    if needed > free and older:
+        for path in older:
+            path.unlink()
+        log.warning(
+            "the disk tier %s has no room beside its files of an older format: they are removed",
+            directory,
+        )
+        free = _free_bytes(directory)
     if needed > free:
         raise TierFault(
             f"a disk tier of {format_size(sum(wanted.values()))} does not fit {directory}: it needs "
@@ -565,6 +594,11 @@ def _allocate(directory: Path, wanted: dict[str, int]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _free_bytes(directory: Path) -> int:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
 
 
 def _open_files(directory: Path, slab_bytes: int) -> DiskFiles:
