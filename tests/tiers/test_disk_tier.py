@@ -16,6 +16,7 @@ from kvkeep.errors import TierError
 from kvkeep.store import operators
 from kvkeep.testing.tiers import PLACE, check_tier
 from kvkeep.tiers.disk_files import DiskFile, DiskFiles
+from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.disk_tier import DiskTier
 from kvkeep.tiers.tier import Part
 from kvkeep.units import MIB
@@ -26,8 +27,8 @@ SIZE, SLAB = 16 * MIB, 2 * MIB
 class FaultyDisk:
     """Faults of one disk, by way of its data file."""
 
-    def __init__(self, tier: DiskTier, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tier, self.directory, self.monkeypatch = tier, directory, monkeypatch
+    def __init__(self, index: DiskIndex, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.index, self.directory, self.monkeypatch = index, directory, monkeypatch
 
     @contextmanager
     def during(self, fault: str) -> Iterator[None]:
@@ -57,20 +58,20 @@ class FaultyDisk:
                 yield
             finally:
                 running.set()
-                operators.set_default_limit(self.tier.index.store, None, 0)
+                operators.set_default_limit(self.index.store, None, 0)
                 for number in leases:
-                    self.tier.index.release(number, 0)
+                    self.index.release(number, 0)
 
     def lease_all(self) -> list[int]:
         """Leaves no room: nothing may be added, and nothing can be evicted."""
-        index, leases = self.tier.index, []
+        index, leases = self.index, []
         (layout,) = index.store.layouts
         for owner in index.store.tenants:
             for key, _ in owner.index.items():
                 hit = index.find(owner.name, layout, key, 0, 0)
                 assert hit is not None
                 leases.append(hit.number)
-        operators.set_default_limit(index.store, self.tier.usage().used_bytes, 0)
+        operators.set_default_limit(index.store, layout.blocks * layout.slot_bytes, 0)
         return leases
 
     def garble(self) -> None:
@@ -81,25 +82,31 @@ class FaultyDisk:
             file.write(data)
 
 
+def opened(directory: Path) -> tuple[DiskTier, DiskIndex]:
+    files = DiskFiles.open(directory, SIZE, SLAB)
+    index = DiskIndex(files.data_bytes, files.slab_bytes, None, files.recovered())
+    return DiskTier(files, index), index
+
+
 def test_a_disk_is_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "tier"
 
     def make() -> tuple[DiskTier, FaultyDisk]:
         shutil.rmtree(directory, ignore_errors=True)
-        tier = DiskTier(DiskFiles.open(directory, SIZE, SLAB))
-        return tier, FaultyDisk(tier, directory, monkeypatch)
+        tier, index = opened(directory)
+        return tier, FaultyDisk(index, directory, monkeypatch)
 
     check_tier(make)
 
 
 def test_what_was_written_and_deleted_is_so_after_a_restart(tmp_path: Path) -> None:
-    tier = DiskTier(DiskFiles.open(tmp_path / "tier", SIZE, SLAB))
+    tier, _ = opened(tmp_path / "tier")
     names = [f"{PLACE}/kept", "v1/other/gone"]
     data = os.urandom(5000)
     assert tier.write([Part(name, [memoryview(data)]) for name in names]) == [True, True]
     assert tier.delete("v1/other/") == 1
     tier.close()
-    tier = DiskTier(DiskFiles.open(tmp_path / "tier", SIZE, SLAB))
+    tier, _ = opened(tmp_path / "tier")
     assert tier.leading(names) == 1 and tier.leading(names[1:]) == 0
     view = memoryview(bytearray(5000))
     assert tier.read([Part(names[0], [view])]) == [5000] and view == data
@@ -109,7 +116,7 @@ def test_what_was_written_and_deleted_is_so_after_a_restart(tmp_path: Path) -> N
 def test_a_disk_that_fails_raises_an_error_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = DiskTier(DiskFiles.open(tmp_path / "tier", SIZE, SLAB))
+    tier, _ = opened(tmp_path / "tier")
     part = Part(f"{PLACE}/a", [memoryview(bytes(100))])
     tier.write([part])
 

@@ -25,15 +25,13 @@ from kvkeep.units import MIB
 
 
 class DiskTier:
-    """Owns the files, and closes them."""
+    """Owns the files, and closes them. `index` is that of these files."""
 
     best_bytes = MIB
 
-    def __init__(self, files: DiskFiles) -> None:
+    def __init__(self, files: DiskFiles, index: DiskIndex) -> None:
         self._files = files
-        self.index = DiskIndex(
-            files.data_bytes, files.slab_bytes, None, files.recovered(), _now_ms()
-        )
+        self._index = index
         self._planning = threading.Lock()  # of the index; not held during I/O
         self._committing = threading.Lock()
 
@@ -61,31 +59,31 @@ class DiskTier:
         except OSError as error:
             with self._planning:
                 for plan in planned:
-                    self.index.failed(plan.number, _now_ms())
+                    self._index.failed(plan.number, _now_ms())
             raise TierError(f"the disk failed: {error}", "look at the device") from error
         return kept
 
     def delete(self, prefix: str) -> int:
         with self._planning:
-            places = [each.name for each in self.index.store.tenants]
+            places = [each.name for each in self._index.store.tenants]
             count = sum(
-                self.index.clear(place) for place in places if f"{place}/".startswith(prefix)
+                self._index.clear(place) for place in places if f"{place}/".startswith(prefix)
             )
-            while self.index.store.tidy(_now_ms()):
+            while self._index.store.tidy(_now_ms()):
                 pass
-            append = self.index.take_records()
+            append = self._index.take_records()
         if append is not None:
             try:
                 self._commit([append])
             except OSError as error:
                 with self._planning:
-                    self.index.failed(append.number, _now_ms())
+                    self._index.failed(append.number, _now_ms())
                 raise TierError(f"the disk failed: {error}", "look at the device") from error
         return count
 
     def usage(self) -> Usage:
         with self._planning:
-            store = self.index.store
+            store = self._index.store
             used = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
             return Usage(len(store.blocks.table), used, store.slabs.capacity_bytes)
 
@@ -98,7 +96,7 @@ class DiskTier:
         shape = Layout(0, str(part.nbytes).encode(), (part.nbytes,))
         checks = np.array([[checksum(data)]], np.uint64)
         with self._planning:
-            return self.index.plan_write(place, shape, b"", key, checks, _now_ms())
+            return self._index.plan_write(place, shape, b"", key, checks, _now_ms())
 
     def _commit(self, plans: Sequence[DiskWrite | DiskAppend]) -> None:
         with self._committing:
@@ -107,25 +105,25 @@ class DiskTier:
             self._files.sync_log()
         with self._planning:
             for plan in plans:
-                self.index.wrote(plan.number, _now_ms())
+                self._index.wrote(plan.number, _now_ms())
 
     @contextmanager
     def _found(self, name: str) -> Iterator[tuple[Layout | None, DiskHit | None]]:
         """The block of this name and its layout, leased."""
         place, key = _split(name)
         with self._planning:
-            store = self.index.store
+            store = self._index.store
             owner, layout, hit = store.tenants.get(place), None, None
             row = owner.index.get(key) if owner else NO_ROW
             if row != NO_ROW:
                 layout = store.layouts[store.blocks.table.layout[row]]
-                hit = self.index.find(place, layout, key, 0, _now_ms())
+                hit = self._index.find(place, layout, key, 0, _now_ms())
         try:
             yield layout, hit
         finally:
             if hit is not None:
                 with self._planning:
-                    self.index.release(hit.number, _now_ms())
+                    self._index.release(hit.number, _now_ms())
 
     def _read(self, part: Part) -> int:
         with self._found(part.name) as (layout, hit):
@@ -141,7 +139,7 @@ class DiskTier:
                     if checksum(block) == int(hit.checksums[0, 0]):
                         return _fill(part, block)
         with self._planning:
-            self.index.drop([_split(part.name)])
+            self._index.drop([_split(part.name)])
         return -1
 
 
