@@ -10,9 +10,10 @@ import numpy as np
 
 from kvkeep.server.movement import Movement
 from kvkeep.server.shared import Shared
-from kvkeep.store.store import Store
+from kvkeep.store.store import MOVING, Store
 from kvkeep.tiers.mover import Job, Mover, Result, Share
 from kvkeep.wire.pool_files import Watch
+from kvkeep_lab.bench.turns_tiers import Tiered
 
 SLOT = 4096
 ENGINE = 1
@@ -70,3 +71,20 @@ def test_a_turn_is_one_piece_of_work_and_stops_neither_results_nor_writes(tmp_pa
         most, turns = max(most, sent + ended), turns + 1
         assert turns < 10 * CHAINS, "one kind of work stops the other"
     assert most == 1
+
+
+def test_a_lookup_makes_no_room_for_what_is_coming(tmp_path: Path) -> None:
+    """To evict and to plan takes longer than to answer. Turns do it, when all requests that came are
+    answered."""
+    world, asked = Tiered(64, tmp_path), 10
+    chains = [world.keys(BLOCKS) for _ in range(asked)]
+    for keys in chains:
+        world.put_on_disk("A", b"", keys)
+    for keys in chains:
+        ask = ENGINE, "A", world.layout, keys, 0, 0, 0, False
+        coming, again_ms = world.movement.coming(*ask)
+        assert coming == BLOCKS and again_ms > 0
+    assert not world.store.sessions[MOVING].writes and not len(world.store.blocks.table)
+    for _ in range(4 * asked):
+        world.movement.turn(0)
+    assert len(world.store.blocks.table) == asked * BLOCKS == world.disk.counts.promoted_blocks

@@ -261,8 +261,8 @@ class Daemon:
         """Waits for something to do, does it, and now and then looks for dead sessions."""
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
-        if self.movement is not None:
-            timeout_s = min(timeout_s, MOST_SILENCE_S)
+        if self.movement is not None:  # no wait while it has to do: requests come in between
+            timeout_s = 0.0 if self.movement.has_to_do else min(timeout_s, MOST_SILENCE_S)
         self.busy_since = None
         others = self._connections.wait(max(0.0, min(timeout_s, due - now)))
         self.busy_since = time.monotonic()
@@ -271,8 +271,6 @@ class Daemon:
             self._waker.recv(4096)
         if self.movement is not None:
             self.movement.turn(self.now_ms())
-            if self.movement.has_to_do:
-                self._wake_loop()
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
         for _ in range(self._duties.qsize()):  # later ones wait until engines have been served

@@ -139,9 +139,7 @@ class Movement:
         coming, again_ms = 0, 0
         if hit_blocks * KEY_BYTES < len(keys):
             insists = patience_ms >= INSISTS_MS
-            coming, again_ms = self._bring_up(
-                tenant, layout, keys, hit_blocks, now_ms, insists=insists
-            )
+            coming, again_ms = self._bring_up(tenant, layout, keys, hit_blocks, insists=insists)
             if trace and coming and not again:
                 self._trace(trace, tenant, keys, hit_blocks)
         if not again:
@@ -154,7 +152,6 @@ class Movement:
         layout: int,
         keys: bytes,
         hit_blocks: int,
-        now_ms: int,
         prefetcher: int = 0,
         insists: bool = False,
     ) -> tuple[int, int]:
@@ -188,9 +185,7 @@ class Movement:
             if unused is not hit:
                 other.release(unused)
         promotion.hit = hit
-        tier.promotions.add(promotion)
-        if not tier.mover.in_flight_bytes:  # otherwise a turn of the loop does it soon enough
-            self._promote(tier, now_ms)
+        tier.promotions.add(promotion)  # `turn` reads it, when all requests that came are answered
         return self._expected(tier, promotion, hit_blocks)
 
     def _trace(self, trace: str, tenant: str, keys: bytes, hit_blocks: int) -> None:
@@ -227,7 +222,7 @@ class Movement:
         """Begins to bring up what a tier has of these blocks and memory lacks. Returns how many are
         coming."""
         ready = self._known(tenant, keys)
-        return self._bring_up(tenant, layout, keys, ready, now_ms, session)[0]
+        return self._bring_up(tenant, layout, keys, ready, session)[0]
 
     def start_prefetch(
         self, owner: int, tenant: str, layout: Layout, keys: bytes, most_bytes: int, now_ms: int
@@ -237,7 +232,7 @@ class Movement:
         keys = keys[: (known + most_bytes // layout.slot_bytes) * KEY_BYTES]
         if known * KEY_BYTES >= len(keys):
             return 0
-        return self._bring_up(tenant, layout.number, keys, known, now_ms, owner)[0]
+        return self._bring_up(tenant, layout.number, keys, known, owner)[0]
 
     def prefetches_under_way(self, owner: int, tenant: str) -> int:
         """See `Prefetches`."""
