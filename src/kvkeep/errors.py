@@ -3,7 +3,8 @@
     KVKeepError
     ├── SettingsError        a setting is unknown, malformed or contradicts another
     ├── PoolError            the shared-memory pool cannot be made, opened, shared or copied
-    │   └── UntrustedPool    it belongs to another user, or others may write it: it is not mapped
+    │   ├── UntrustedPool    it belongs to another user, or others may write it: it is not mapped
+    │   └── DirectoryInUse   another process owns its directory
     ├── TierError            a tier cannot be made or opened, or failed
     │   └── TierFault        its device is missing, full or fails: a server starts without it
     ├── ProtocolError        a peer sent what the protocol does not allow
@@ -41,6 +42,15 @@ class PoolError(KVKeepError):
 
 class UntrustedPool(PoolError):
     """It belongs to a user who is not trusted, or others may write it."""
+
+
+class DirectoryInUse(PoolError):
+    """Another process owns the directory. `is_left`: it is one that an earlier server started, and
+    that server has ended."""
+
+    def __init__(self, message: str, hint: str, *, is_left: bool) -> None:
+        super().__init__(message, hint)
+        self.is_left = is_left
 
 
 class TierError(KVKeepError):

@@ -73,6 +73,19 @@ def test_a_disk_that_is_in_memory_is_said() -> None:
             world.close()
 
 
+def test_a_disk_whose_last_process_hangs_is_set_aside(tmp_path: Path) -> None:
+    files = DiskFiles.open(tmp_path / "disk", 64 * MIB, MIB)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen(["sleep", "1000"], pass_fds=files.descriptors()) as left:
+        files.close()
+        (tmp_path / "disk" / "daemon.lock").write_text(f"{ended.pid}\n")
+        try:
+            serves_without(tmp_path / "disk", "a process of an earlier server still waits")
+        finally:
+            left.kill()
+
+
 @needs_root
 def test_a_full_device_is_set_aside(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "tmpfs") as small:

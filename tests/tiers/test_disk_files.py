@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from disk_life import SHAPES, store, verify
 
-from kvkeep.errors import TierError
+from kvkeep.errors import TierError, TierFault
 from kvkeep.kv.checksum import checksum
 from kvkeep.tiers import disk_files
 from kvkeep.tiers.disk_files import DiskFiles
@@ -88,6 +89,39 @@ def test_the_directory_stays_locked_while_a_process_has_the_descriptors(director
         DiskFiles.open(directory, SIZE, SLAB)
     inherited.close()
     DiskFiles.open(directory, SIZE, SLAB).close()
+
+
+@contextlib.contextmanager
+def left_behind(directory: Path, seconds: float) -> Iterator[None]:
+    """A server has ended, and a process that has its descriptors lives on for a time."""
+    files = DiskFiles.open(directory, SIZE, SLAB)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen(["sleep", str(seconds)], pass_fds=files.descriptors()) as left:
+        files.close()
+        (directory / "daemon.lock").write_text(f"{ended.pid}\n")
+        try:
+            yield
+        finally:
+            left.kill()
+
+
+def test_a_process_that_ends_after_its_server_is_waited_for(directory: Path) -> None:
+    keys = fill(directory)
+    with left_behind(directory, 0.5):
+        assert blocks_found(directory, keys) == 40
+
+
+def test_a_process_that_the_device_holds_is_the_devices_fault(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that must be restarted because its disk hangs starts without it."""
+    keys = fill(directory)
+    monkeypatch.setattr(disk_files, "_LEFT_S", 0.1)
+    refused = pytest.raises(TierFault, match="a process of an earlier server still waits")
+    with left_behind(directory, 1000), refused:
+        DiskFiles.open(directory, SIZE, SLAB)
+    assert blocks_found(directory, keys) == 40
 
 
 def test_another_process_continues_the_log(directory: Path) -> None:

@@ -22,13 +22,14 @@ import os
 import secrets
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from kvkeep.errors import PoolError, TierError, TierFault
+from kvkeep.errors import DirectoryInUse, PoolError, TierError, TierFault
 from kvkeep.kv.checksum import checksum
 from kvkeep.store.layouts import SLOT_ALIGN, Layout
 from kvkeep.tiers.disk_log import (
@@ -51,6 +52,7 @@ _FORMAT = struct.Struct("<8sI")  # magic, version
 _HEAD = struct.Struct("<8sIIQ")  # the same, 0, slab bytes
 _CHECK = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 64 * 1024
+_LEFT_S, _LOOK_AGAIN_S = 3.0, 0.02
 _ASIDE = ".format-"  # and the version: the ending of files of an older format
 _LEAST_LOG_BYTES = MIB
 _LOG_SHARE = 128  # a log takes one byte of so many
@@ -196,7 +198,7 @@ class DiskFiles:
     @classmethod
     def _owned(cls, directory: Path, open_files: Callable[[], DiskFiles]) -> DiskFiles:
         try:
-            ownership = Ownership(directory)
+            ownership = _own(directory)
         except PoolError as error:
             kind = TierFault if _is_fault(error.__cause__, directory) else TierError
             raise kind(
@@ -379,6 +381,26 @@ class DiskFiles:
 
 
 # -- the directory ---------------------------------------------------------------------------------
+
+
+def _own(directory: Path) -> Ownership:
+    """The process that does the I/O ends with its server, unless the device does not answer: waits
+    a moment for that of an earlier server. TierFault if it stays."""
+    until_s = time.monotonic() + _LEFT_S
+    while True:
+        try:
+            return Ownership(directory)
+        except DirectoryInUse as error:
+            if not error.is_left:
+                raise
+            if time.monotonic() >= until_s:
+                raise TierFault(
+                    f"cannot use {directory} as a disk tier: a process of an earlier server still "
+                    "waits for the device",
+                    "check the device and the kernel's log, and restart the server when that "
+                    "process has ended",
+                ) from error
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _is_fault(error: BaseException | None, directory: Path) -> bool:

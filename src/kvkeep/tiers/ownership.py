@@ -13,7 +13,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvkeep.errors import PoolError
+from kvkeep.errors import DirectoryInUse, PoolError
 from kvkeep.wire.pool_files import own
 
 LOCK_FILE = "daemon.lock"
@@ -31,10 +31,11 @@ class Ownership:
         except BlockingIOError:
             owner = self._owner()
             self.close()
-            raise PoolError(
+            raise DirectoryInUse(
                 f"{directory} is in use by another kvkeep server (process {owner})",
                 "stop that server, or give this one a --name, an --address and an --http-address "
                 "of its own",
+                is_left=_has_ended(owner),
             ) from None
         except OSError as error:
             self.close()
@@ -95,6 +96,17 @@ class Ownership:
             finally:
                 os.close(descriptor)
         return "unknown"
+
+
+def _has_ended(owner: str) -> bool:
+    """Whether the process has. Those that it gave `descriptors` to may live on."""
+    if not owner.isdigit():
+        return False
+    try:
+        status = Path(f"/proc/{owner}/stat").read_text()
+    except OSError:
+        return not os.path.lexists(f"/proc/{owner}")
+    return status.rpartition(")")[2].split()[0] in "ZX"  # dead, and not reaped by its parent
 
 
 def _open_directory(directory: Path) -> int:
