@@ -6,6 +6,7 @@ from hashlib import blake2b
 from itertools import count
 from random import Random
 
+import numpy as np
 import pytest
 
 from kvkeep.tiers.admission import Admission
@@ -127,7 +128,7 @@ def test_first_use_pays_for_hits_that_the_disk_has() -> None:
 
 def test_a_disk_that_was_full_before_a_restart_is_full_for_the_trial() -> None:
     admission = Admission(DISK_BLOCKS)
-    admission.recovered(keys(*range(DISK_BLOCKS)))
+    admission.recovered(np.frombuffer(keys(*range(DISK_BLOCKS)), np.uint64)[::2])
     assert "with 1000 and 1000 of 1000 blocks" in repr(admission)
     assert admission.wanted(keys("new"), FULL) == 1, "nothing speaks against it yet"
     for number in range(DISK_BLOCKS // 20):

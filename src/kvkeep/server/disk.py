@@ -137,8 +137,8 @@ class Disk(LowerTier):
     def free_blocks(self, layout: Layout) -> int:
         return self.index.free_blocks(layout)
 
-    def keys_by_use(self) -> tuple[NDArray[np.uint64], int]:
-        return self.index.keys_by_use()
+    def words_by_use(self) -> tuple[NDArray[np.uint64], int]:
+        return self.index.words_by_use()
 
     def plan(
         self,

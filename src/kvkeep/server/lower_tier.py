@@ -20,7 +20,6 @@ from kvkeep.server.counters import Latency
 from kvkeep.server.promotions import PromotionQueue
 from kvkeep.server.verification import Verification
 from kvkeep.store.layouts import Layout
-from kvkeep.store.table import WORDS_A_KEY
 from kvkeep.tiers.mover import Job, Mover, Result
 
 if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
@@ -338,10 +337,10 @@ class LowerTier(ABC):
     def free_blocks(self, layout: Layout) -> int:
         """How many blocks it takes before it evicts others."""
 
-    def keys_by_use(self) -> tuple[NDArray[np.uint64], int]:
-        """The keys of the blocks that it has, as far as it knows, least recently used first, and
-        the bytes of most of their slots. For admission."""
-        return np.empty((0, WORDS_A_KEY), np.uint64), 0
+    def words_by_use(self) -> tuple[NDArray[np.uint64], int]:
+        """The first words of the keys of the blocks that it has, as far as it knows, least recently
+        used first, and the bytes of most of their slots. For admission."""
+        return np.empty(0, np.uint64), 0
 
     @abstractmethod
     def plan(

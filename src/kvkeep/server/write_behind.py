@@ -333,11 +333,11 @@ class WriteBehind:
 
     def _admission_of_all(self) -> Admission:
         """Knows what the tiers have from earlier servers."""
-        keys, slot_bytes = zip(*(tier.keys_by_use() for tier in self.tiers), strict=True)
+        words, slot_bytes = zip(*(tier.words_by_use() for tier in self.tiers), strict=True)
         admission = Admission(self._data_bytes // (max(slot_bytes) or _GUESSED_SLOT_BYTES))
-        ages = np.concatenate([np.arange(len(each)) / max(1, len(each)) for each in keys])
+        ages = np.concatenate([np.linspace(0, 1, len(each)) for each in words])
         by_use = np.argsort(ages, kind="stable")  # those of several tiers in turns
-        admission.recovered(np.concatenate(keys)[by_use].tobytes())
+        admission.recovered(np.concatenate(words)[by_use])
         return admission
 
     def _wanted(self, tier: LowerTier, layout: Layout, keys: bytes) -> int:

@@ -61,10 +61,10 @@ class Admission:
         if not self._trial.fit(disk_blocks):
             self._trial = Trial(disk_blocks)
 
-    def recovered(self, keys: bytes) -> None:
-        """Notes that the disk had these blocks when the server started, least recently used first.
-        Without it, a full disk would look empty to the trial, which would fill it once more."""
-        words = _words(keys)
+    def recovered(self, words: NDArray[np.uint64]) -> None:
+        """Notes that the disk had blocks with these first words of their keys when the server
+        started, least recently used first. Without it, a full disk would look empty to the trial,
+        which would fill it once more."""
         for at in range(0, len(words), _RECOVERED_A_STEP):
             some = words[at : at + _RECOVERED_A_STEP]
             self._uses.put(some, np.zeros(len(some), np.uint64))

@@ -264,14 +264,14 @@ class DiskIndex:
         fit = self.store.slabs.available(shape.slot_bytes)
         return max(0, min(fit, log_bytes // _image_bytes(shape)))
 
-    def keys_by_use(self) -> tuple[NDArray[np.uint64], int]:
-        """The keys of all blocks, least recently used first, and the bytes of a slot, of the layout
-        that has most of them; 0 if there is none."""
+    def words_by_use(self) -> tuple[NDArray[np.uint64], int]:
+        """The first words of the keys of all blocks, least recently used first, and the bytes of a
+        slot, of the layout that has most of them; 0 if there is none."""
         table, layouts = self.store.blocks.table, self.store.layouts
         rows = table.live_rows()
         rows = rows[np.argsort(table.many.used[rows], kind="stable")]
         largest = max(layouts, key=lambda each: each.blocks, default=None)
-        return table.keys.words[rows], largest.slot_bytes if largest else 0
+        return table.keys.words[rows, 0], largest.slot_bytes if largest else 0
 
     # -- operators ---------------------------------------------------------------------------------
 
