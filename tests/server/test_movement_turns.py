@@ -74,8 +74,8 @@ def test_a_turn_is_one_piece_of_work_and_stops_neither_results_nor_writes(tmp_pa
 
 
 def test_a_lookup_makes_no_room_for_what_is_coming(tmp_path: Path) -> None:
-    """To evict and to plan takes longer than to answer. Turns do it, when all requests that came are
-    answered."""
+    """To evict and to plan takes longer than to answer. Turns do it, when all requests that came
+    are answered."""
     world, asked = Tiered(64, tmp_path), 10
     chains = [world.keys(BLOCKS) for _ in range(asked)]
     for keys in chains:
