@@ -151,6 +151,8 @@ class Daemon:
         gc.freeze()  # what exists at the start stays: no collection need look at it again
         size = format_size(self.pool.pool_bytes)
         log.info("serving on %s, pool %s in %s", self.address, size, self.pool.directory)
+        if self.movement is not None:
+            self.movement.hear_first(self.now_ms)
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
@@ -166,6 +168,8 @@ class Daemon:
         self._is_over = True
         while not self._duties.empty():
             self._duties.get()()
+        if self.movement is not None:
+            self.movement.leave()
         log.info("stopped")
 
     def stop(self) -> None:
