@@ -8,11 +8,14 @@ import importlib.util
 import io
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +44,7 @@ from kvkeep.cli.demo import (
 )
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
 from kvkeep.kv.identity import tenant_of
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
 # Small: what is shown holds for any size, and how fast is not a test's business.
@@ -213,6 +217,88 @@ def test_an_interrupt_leaves_nothing(number: signal.Signals) -> None:
         while left_behind(run) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left_behind(run) == []
+
+
+# -- what stays in a terminal
+
+
+def ask(address: str, path: str, token: str) -> Any:
+    request = urllib.request.Request(
+        f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_in_a_terminal_a_warm_server_stays_with_its_dashboard_until_ctrl_c() -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        DEMO, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as run:
+        os.close(theirs)
+        said = ""
+        while "Ctrl-C" not in said:
+            said += os.read(ours, 1 << 16).decode()  # OSError if it ends instead
+        [address] = re.findall(r"Dashboard: +http://(\S+)/dashboard\r\n", said)
+        [file] = re.findall(r"Admin token: +(\S+)\r\n", said)
+        token = Path(file).read_text().strip()
+        assert token not in said
+        with urllib.request.urlopen(f"http://{address}/dashboard", timeout=30) as answer:
+            assert b"Time saved" in answer.read()
+        # The two users, four prompts that nobody had sent and one of another salt.
+        assert eventually(lambda: ask(address, "/v1/status", token)["figures"]["requests"] == 7)
+        shown = ask(address, "/v1/status", token)
+        assert shown["figures"]["tokens_loaded"] > 2 * 128
+        assert shown["figures"]["tokens_unpriced"] == 0, "so all of the time saved is known"
+        assert shown["prompt_blocks"]["other_salt"] > 128 // BLOCK_TOKENS
+        assert shown["prompt_blocks"]["never_stored"] > 0
+        tenants = {each["tenant"] for each in shown["largest_tenants"]}
+        assert tenants == {tenant_of(salt) for salt in ("alice", "bob", "mallory")}
+        assert shown["sessions"], "the engine is still there"
+        assert all(len(line) <= 80 for line in said.partition("\n6. ")[2].splitlines()[:3])
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(60) == 0
+        os.close(ours)
+        assert left_behind(run) == []
+
+
+@pytest.mark.parametrize(
+    ("stay", "json", "is_terminal", "expected"),
+    [
+        (None, False, True, True),
+        (None, False, False, False),
+        (None, True, True, False),
+        (False, False, True, False),
+        (True, False, False, True),
+        (True, True, False, True),
+    ],
+)
+def test_it_stays_in_a_terminal_or_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    stay: bool | None,
+    json: bool,
+    is_terminal: bool,
+    expected: bool,
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(demo, "_run", lambda *words: given.append(words[-1]) or [])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for file in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(file, "isatty", lambda: is_terminal, raising=False)
+    demo.demo(json=json, stay=stay)
+    assert given == [expected]
+
+
+def test_two_hosts_do_not_stay() -> None:
+    with pytest.raises(SettingsError, match="--stay is for one host"):
+        demo.demo(hosts=2, stay=True)
+
+
+def test_a_server_that_ends_while_it_stays_is_told() -> None:
+    with ServerProcess("--pool-size", "16MiB") as server:
+        server.send(signal.SIGTERM)
+        with pytest.raises(KVKeepError, match="the server has ended"):
+            demo._wait_for_interrupt(server)
 
 
 # -- what is not as promised is found

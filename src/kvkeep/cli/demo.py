@@ -5,6 +5,9 @@
                   (ends)         one by one: TTFT     together; the server  one by one where TTFT is compared
                                                       is killed meanwhile
 
+In a terminal the server is started again at the end, with the blocks that it had; a third engine
+answers turn 5 from them, and the dashboard shows that until Ctrl-C.
+
 A turn's prompt is the whole conversation so far and a new message. The demo holds the
 conversations, as a chat client does: both engines know a user only by the prompt and by what the
 server has. Every answer is compared, token by token, with that of the engine without a cache."""
@@ -31,13 +34,16 @@ from kvkeep.cli import demo_hosts
 from kvkeep.cli.demo_engine import Answer, EngineProcess, EngineProgress, Question, same_tokens
 from kvkeep.cli.output import Json, note, show_json, show_table
 from kvkeep.cli.remote import ask
-from kvkeep.errors import SettingsError
+from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.identity import tenant_of
+from kvkeep.server.settings import made_token
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import format_size
 
 USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 MESSAGE_TOKENS, ANSWER_TOKENS = 24, 16
+STRANGER = "mallory"  # a salt that no user has
+NEW_PROMPTS = 4  # of the stranger: from them the engine learns how fast it computes
 LONG_ANSWER_TOKENS = 64  # of the turn during which the server is killed
 BLOCK_TOKENS = 16
 PROMISED_SPEEDUP = 3.0
@@ -65,6 +71,14 @@ Hosts = Annotated[int, typer.Option(min=1, max=2, help="Number of hosts, each wi
 SharedTier = Annotated[
     str, typer.Option(help="Address of the tier that two hosts share; else a new directory.")
 ]
+Stay = Annotated[
+    bool | None,
+    typer.Option(
+        "--stay/--no-stay",
+        help="Keep a warm server with its dashboard at the end, until Ctrl-C; --no-stay: end. "
+        "Default: stay in a terminal, without --json.",
+    ),
+]
 
 
 def demo(
@@ -73,11 +87,16 @@ def demo(
     json: Json = False,
     hosts: Hosts = 1,
     tier: SharedTier = "",
+    stay: Stay = None,
 ) -> None:
     """Serve conversations on two engine processes that share a cache, and kill the server under the
     second. With two hosts: kill one, and go on from the shared tier on the other."""
     if tier and hosts == 1:
         raise SettingsError("--tier is the tier that two hosts share", "add --hosts 2")
+    if stay and hosts == 2:
+        raise SettingsError("--stay is for one host", "leave out --hosts 2")
+    if stay is None:
+        stay = not json and sys.stdin.isatty() and sys.stdout.isatty()
     if importlib.util.find_spec("torch") is None:
         raise SettingsError(
             "the demo computes a model with torch, which is not installed", "install kvkeep[engine]"
@@ -88,7 +107,7 @@ def demo(
         if hosts == 2:
             broken = demo_hosts.run(tier, prompt_tokens, json)
         else:
-            broken = _run(users, prompt_tokens, json)
+            broken = _run(users, prompt_tokens, json, stay)
     except _Stopped as stopped:
         note("stopped")
         sys.exit(128 + stopped.number)
@@ -115,20 +134,27 @@ def _stop(number: int, frame: object) -> None:
     raise _Stopped(number)
 
 
-def _run(users: int, prompt_tokens: int, json: bool) -> list[str]:
-    """Runs the demo and shows its outcome; returns the promises that were broken."""
+def _run(users: int, prompt_tokens: int, json: bool, stay: bool) -> list[str]:
+    """Runs the demo and shows its outcome; returns the promises that were broken. If none was, and
+    the demo is to stay, it returns after Ctrl-C."""
     started = time.monotonic()
     screen = Screen(json)
     # Each a little shorter than the last, so that tenants differ in what they use.
     talks = [Talk(name, prompt_tokens * (12 - at) // 12) for at, name in enumerate(USERS[:users])]
     screen.say(_opening(users, prompt_tokens))
-    outcome = _tell(talks, screen)
-    outcome["seconds"] = round(time.monotonic() - started, 1)
-    if json:
-        show_json(outcome)
-    else:
-        _show(outcome)
-    return broken_promises(outcome)
+    server = ServerProcess("--pool-size", f"{_pool_mib(talks)}MiB")
+    with ExitStack() as ends:
+        ends.push(server)  # before it starts: an interrupt must not leave it behind
+        outcome = _tell(talks, server, screen)
+        outcome["seconds"] = round(time.monotonic() - started, 1)
+        if json:
+            show_json(outcome)
+        else:
+            _show(outcome)
+        broken = broken_promises(outcome)
+        if stay and not broken:
+            _stay(talks, server, screen)
+    return broken
 
 
 def broken_promises(outcome: dict[str, Any]) -> list[str]:
@@ -178,20 +204,27 @@ class Talk:
 # -- the story
 
 
-def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
-    longest = talks[0].prompt_tokens + 3 * (MESSAGE_TOKENS + ANSWER_TOKENS) + LONG_ANSWER_TOKENS
-    blocks = longest // BLOCK_TOKENS + 2  # of a conversation
-    pool_mib = (len(talks) * blocks * BLOCK_TOKENS * _POOL_BYTES_A_TOKEN >> 20) + 32
-    server = ServerProcess("--pool-size", f"{pool_mib}MiB")
-    with ExitStack() as ends:
-        ends.push(server)  # before it starts: an interrupt must not leave it behind
-        server.start()
-        screen.say(f"1. A server is running: {server.address}, pool {format_size(pool_mib << 20)}")
-        _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
-        tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}
-        # Room for half of the conversations: the others come from the server again in turn 4.
-        kill = Kill(server)
-        _second_engine(talks, kill, max(3, len(talks)) * blocks // 2 + 1, screen)
+def _blocks(talks: list[Talk]) -> int:
+    """Of a conversation, at most."""
+    longest = talks[0].prompt_tokens + 4 * (MESSAGE_TOKENS + ANSWER_TOKENS) + LONG_ANSWER_TOKENS
+    return longest // BLOCK_TOKENS + 2
+
+
+def _pool_mib(talks: list[Talk]) -> int:
+    return (len(talks) * _blocks(talks) * BLOCK_TOKENS * _POOL_BYTES_A_TOKEN >> 20) + 32
+
+
+def _tell(talks: list[Talk], server: ServerProcess, screen: Screen) -> dict[str, Any]:
+    blocks = _blocks(talks)
+    server.start()
+    pool = format_size(_pool_mib(talks) << 20)
+    screen.say(f"1. A server is running: {server.address}, pool {pool}")
+    _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
+    tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}
+    # Room for half of the conversations: the others come from the server again in turn 4.
+    kill = Kill(server)
+    _second_engine(talks, kill, max(3, len(talks)) * blocks // 2 + 1, screen)
+    server.stop()
     model, reference = _reference(talks, len(talks) * blocks + 1, screen)
     outcome = _outcome(talks, reference, tenants, kill)
     same, after = outcome["same_tokens"], outcome["same_tokens_after_kill"]
@@ -289,6 +322,67 @@ def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[
         f"{4 * len(talks)} prompts:"
     )
     return engine.model, answers
+
+
+def _stay(talks: list[Talk], server: ServerProcess, screen: Screen) -> None:
+    """Starts the server again, with the blocks that it had, lets a third engine answer turn 5 and a
+    stranger, and waits for Ctrl-C."""
+    server.start()
+    adopted = server.ask()["restart"]["adopted_blocks"]
+    screen.say(f"\n6. The server runs again, with the {adopted:,} blocks that it had")
+    room = (len(talks) + 2) * _blocks(talks) + 1
+    with EngineProcess(server.address, room) as engine:
+        with screen.progress("third engine", NEW_PROMPTS + 1 + len(talks)) as show:
+            _fifth_turn(talks, engine, show, screen)
+        _say_where_the_dashboard_is(server, screen)
+        _wait_for_interrupt(server)
+
+
+def _fifth_turn(talks: list[Talk], engine: EngineProcess, show: Show, screen: Screen) -> None:
+    """One by one: the stranger's own prompts, turn 5 of the first user, the same prompt from the
+    stranger, turn 5 of the others."""
+    first, *others = (talk.ask() for talk in talks)
+    rng = np.random.default_rng(len(USERS))
+    new = [
+        Question(STRANGER, rng.integers(0, _VOCAB_SIZE, MESSAGE_TOKENS * 4).tolist(), ANSWER_TOKENS)
+        for _ in range(NEW_PROMPTS)
+    ]
+    questions = [*new, first, Question(STRANGER, first.prompt, ANSWER_TOKENS), *others]
+    cached = {question.salt: 0 for question in questions}
+    for at, question in enumerate(questions):
+        [answer] = engine.serve([question], _after(at, show))
+        cached[question.salt] += answer.external_cached_tokens
+    found = cached.pop(STRANGER)
+    asked = sum(len(talk.tokens) for talk in talks)
+    screen.say(
+        f"   Engine process {engine.process.pid} answered turn 5: {sum(cached.values()):,} of "
+        f"{asked:,} tokens from the cache"
+    )
+    screen.say(
+        f"   A stranger, {STRANGER}, sent {NEW_PROMPTS} new prompts and that of {talks[0].user}: "
+        f"{found:,} tokens"
+    )
+    screen.say(f"   The server knows {STRANGER} as {tenant_of(STRANGER)}")
+
+
+def _say_where_the_dashboard_is(server: ServerProcess, screen: Screen) -> None:
+    assert server.state_dir is not None
+    screen.say(f"\nDashboard:    http://{server.http}/dashboard")
+    screen.say(f"Admin token:  {made_token(server.state_dir, server.name)}")
+    screen.say("Enter what that file has on the page, to see engines and requests.")
+    screen.say("Ctrl-C ends the demo and removes its cache.")
+
+
+def _wait_for_interrupt(server: ServerProcess) -> None:
+    """KVKeepError, with what it said, if the server ends by itself."""
+    assert server.process is not None
+    try:
+        server.process.wait()
+    except _Stopped as stopped:
+        if stopped.number != signal.SIGINT:
+            raise
+        return
+    raise KVKeepError(f"the server has ended. It said:\n{server.log()[-2000:]}")
 
 
 def _after(
