@@ -115,6 +115,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "evicted_blocks": {"own": 0, "others": 7},
         "evicted_age_s": 75.0,
         "figures": dataclasses.asdict(FiguresShown(3, 600, 200, 0, 100, 1.5)),
+        "prompt_blocks": {"loaded": 37, "last": 3, "evicted": 2, "never_stored": 11_000},
     } | changes
 
 
@@ -133,6 +134,7 @@ def test_facts_say_what_is_wrong() -> None:
         "600 tokens loaded (75.0% of what no engine had), 200 computed, 1.5 s saved"
         " (not known for 100 tokens)"
     )
+    assert lines["missed"] == "11,000 never stored, 2 evicted"
     assert lines["evictions"] == "0 (7 for other tenants), 1m 15s after their last use"
     assert lines["degraded"] == "no more memory"
     assert "2GiB" in lines["warning"] and "scaled down" in lines["quotas"]
@@ -161,6 +163,10 @@ def test_facts_of_a_server_that_took_over() -> None:
     lines = dict(facts(status(restart=dataclasses.asdict(restart))))
     assert lines["start"] == "warm: 2,000 blocks adopted in 0.25 s, 3 dropped; 0 checked"
     assert lines["held"] == "4 blocks for 1 process of the last server"
+
+
+def test_facts_of_a_server_that_was_asked_nothing() -> None:
+    assert dict(facts(status(prompt_blocks={})))["missed"] == "none"
 
 
 def test_facts_of_a_server_that_is_not_ready() -> None:

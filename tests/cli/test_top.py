@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +61,36 @@ def test_it_needs_a_terminal_or_once(kvkeep: Run, server: ServerProcess) -> None
     assert refused.returncode == 2 and "hint: use --once, or --json" in refused.stderr
 
 
+def test_it_is_live_until_ctrl_c_also_while_the_server_is_away(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with ServerProcess("--pool-size", "16MiB", state_dir=tmp_path) as running:
+        token = tmp_path / running.name / "admin.token"
+        command = [sys.executable, "-m", "kvkeep.cli.main", "top", "--http", running.http]
+        with subprocess.Popen(
+            [*command, "--every", "0.2", "--token-file", str(token)], stdin=theirs, stdout=theirs
+        ) as live:
+            os.close(theirs)
+
+            def wait_for(words: str) -> None:
+                said = ""
+                while words not in said:
+                    said += os.read(ours, 1 << 16).decode(errors="replace")  # OSError: it has ended
+
+            wait_for(f"{running.name} (kvkeep ")
+            wait_for("missed  none")
+            running.flags = (*running.flags, "--http-address", running.http)
+            running.stop()
+            wait_for("asking again; Ctrl-C ends")
+            running.start()
+            wait_for(f"{running.name} (kvkeep ")
+            live.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # it has ended
+                while os.read(ours, 1 << 16):
+                    pass
+            assert live.wait(60) == 0
+        os.close(ours)
+
+
 def test_without_a_server(kvkeep: Run) -> None:
     assert kvkeep("top", "--http", "127.0.0.1:1", "--once").returncode == 3
 
@@ -90,6 +126,13 @@ def test_a_crowd_fits_the_screen(real: dict[str, Any]) -> None:
     text = drawn(view(real, real | {"largest_tenants": crowd}, 1.0))
     assert text.count("t-000") == 8 and "and 12 more" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_it_says_why_blocks_missed(real: dict[str, Any]) -> None:
+    blocks = {"loaded": 90, "never_stored": 7, "over_limit": 12, "evicted": 0}
+    said = view(real, real | {"prompt_blocks": blocks}, 1.0)
+    assert "missed  12 over limit, 7 never stored\n" in drawn(said)
+    assert said["prompt_blocks"] == blocks
 
 
 def test_a_bar_is_the_share_of_memory() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.explain import missed
 from kvkeep.cli.output import Json, counted, note, show_facts, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask, host_and_port
 from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells, tenant_rows
@@ -125,6 +126,7 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("security", security(said["security"], said["http_address"].startswith("https:"))),
         ("start", start(said["restart"], counters["scrubbed_blocks"])),
         ("cache", headline(said["figures"])),
+        ("missed", missed(said["prompt_blocks"])),
         ("pool", f"{used} in use{'' if is_filled else filled}"),
         ("blocks", blocks or "none"),
         ("evictions", evictions(said)),

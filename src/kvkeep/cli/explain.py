@@ -11,10 +11,9 @@ import typer
 from kvkeep.cli.output import Json, show_facts, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 from kvkeep.errors import SettingsError
-from kvkeep.kv.outcomes import LAST, LOADED, LOCAL, NAMES, OUTCOMES
+from kvkeep.kv.outcomes import NO_MISS, NUMBERS, OUTCOMES
 
 _MEANING = dict(OUTCOMES)
-_HITS = (NAMES[LOCAL], NAMES[LOADED])
 
 
 def explain(
@@ -49,7 +48,7 @@ def rows(requests: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[An
     return columns, [
         (
             *(each["request"], _ago(each), each["tenant"], each["prompt_tokens"]),
-            *(each["tokens_loaded"], each["tokens_computed"], _missed(each)),
+            *(each["tokens_loaded"], each["tokens_computed"], missed(each["outcomes"])),
         )
         for each in requests
     ]
@@ -86,13 +85,15 @@ def _range(start: int, count: int) -> str:
     return f"  {start}" if count == 1 else f"  {start}-{start + count - 1}"
 
 
-def _missed(said: dict[str, Any]) -> str:
+def missed(outcomes: dict[str, int]) -> str:
     """Why blocks missed, the most frequent reason first; what is always computed is left out."""
     causes = {
-        name: count for name, count in said["outcomes"].items() if name not in (*_HITS, NAMES[LAST])
+        name: count
+        for name, count in outcomes.items()
+        if count and NUMBERS.get(name) not in NO_MISS
     }
     ranked = sorted(causes, key=causes.__getitem__, reverse=True)
-    return ", ".join(f"{causes[name]} {name.replace('_', ' ')}" for name in ranked) or "none"
+    return ", ".join(f"{causes[name]:,} {name.replace('_', ' ')}" for name in ranked) or "none"
 
 
 def _ago(said: dict[str, Any]) -> str:

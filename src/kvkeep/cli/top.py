@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli.admin import headline, time_since
+from kvkeep.cli.explain import missed
 from kvkeep.cli.output import Json, console, counted, show_json, table_of
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells
@@ -35,7 +36,7 @@ def top(
     token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
-    """Show a running server live: hits, time saved, throughput, memory, tiers, sessions."""
+    """Show a running server live: hits, misses, time saved, throughput, memory, tiers, sessions."""
     if not (once or json or sys.stdout.isatty()):
         raise SettingsError("stdout is no terminal", "use --once, or --json")
     before, at = _look(http, token_file)
@@ -83,6 +84,7 @@ def view(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[st
         "ready": now["ready"],
         "found_share": round(counters["hit_blocks"] / max(counters["lookup_blocks"], 1), 4),
         "figures": now["figures"],
+        "prompt_blocks": now["prompt_blocks"],
         "rates": rates,
         "pool_bytes": pool["pool_bytes"],
         "used_bytes": sum(pool["used_bytes"].values()),
@@ -103,6 +105,7 @@ def screen(said: dict[str, Any]) -> Group:
     facts = [
         f"{said['server']} (kvkeep {said['version']}), up {time_since(said['uptime_s'])}{state}",
         f"cache   {headline(said['figures'])}",
+        f"missed  {missed(said['prompt_blocks'])}",
         f"now     {rates['lookups']:,.0f} lookups/s, {rates['tokens_loaded']:,.0f} tokens/s loaded, "
         f"{rates['tokens_computed']:,.0f} computed, {rates['saved_s']:.2f} s/s saved",
         f"stores  {rates['stored_blocks']:,.0f} blocks/s, {format_size(int(rates['stored_bytes']))}/s"
