@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvkeep.kv.outcomes import NAMES
 from kvkeep.server import connections
 from kvkeep.server.counters import (
     LATENCY_BUCKETS_US,
@@ -94,6 +95,17 @@ def test_what_tenants_ask_for_and_get_is_counted_under_bounded_labels(start: Sta
         if name == "kvkeep_tenant_lookups_total"
     ]
     assert len(labels) == TENANTS_LABELLED + 1 and {TENANT, OTHER} <= set(labels)
+
+
+def test_every_outcome_of_a_block_is_a_series_from_the_start(start: Start) -> None:
+    """Prometheus sees no increase where a series begins with its first block."""
+    found = {
+        dict(labels)["outcome"]: count
+        for (name, labels), count in scrape(start()).items()
+        if name == "kvkeep_prompt_blocks_total"
+    }
+    # `lacked` is what engines report: the server says why.
+    assert found == dict.fromkeys(set(NAMES) - {"lacked"}, 0)
 
 
 def test_those_who_were_turned_away_are_counted_by_reason(start: Start) -> None:

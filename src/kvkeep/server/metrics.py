@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvkeep import __version__
+from kvkeep.kv.outcomes import LACKED, NAMES
 from kvkeep.server.counters import (
     LATENCY_BUCKETS_US,
     Counters,
@@ -118,6 +119,7 @@ _MODEL_COUNTERS: Final = (
 )
 
 # Always shown: an alert on the increase of a counter misses one that appears with its first failure.
+_OUTCOMES = {name: 0 for number, name in enumerate(NAMES) if number != LACKED}
 _AUTH_FAILURES = ("other_user", "handshake", "handshake_timeout", "unknown_client", "admin_token")
 
 
@@ -169,7 +171,7 @@ def families(snapshot: Snapshot, started: float) -> Iterator[Metric]:
         (
             "kvkeep_prompt_blocks",
             "outcome",
-            now.prompt_blocks,
+            _OUTCOMES | now.prompt_blocks,
             "Blocks of the prompts of finished requests, by what became of them.",
         ),
         ("kvkeep_evicted_blocks", "reason", now.evicted_blocks, "Blocks evicted, by reason."),
