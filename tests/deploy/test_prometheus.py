@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from tests.server.test_movement import BLOCKS, World, blocks_of
 
+from kvkeep.kv.outcomes import LAST, LOADED, LOCAL, NAMES, NO_MISS
 from kvkeep.testing.clock import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +100,17 @@ def test_the_guide_has_every_alert() -> None:
     assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in rules()]
 
 
+def labels_of_metrics() -> dict[str, set[str]]:
+    """By the names of documented metrics."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / "docs" / "reference" / "metrics.md").read_text().splitlines():
+        if match := re.match(r"\| `(kvkeep_\w+)` \| (\w+) \| ([^|]*) \|", line):
+            name, kind, labels = match.groups()
+            suffix, more = ("_bucket", {"le"}) if kind == "histogram" else ("", set())
+            found[name + suffix] = {*re.findall(r"`(\w+)`", labels), *more, "instance"}
+    return found
+
+
 def test_the_dashboard_names_real_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     expressions = expressions_of(dashboard)
@@ -106,6 +119,71 @@ def test_the_dashboard_names_real_metrics() -> None:
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
     assert all(panel.get("description") for panel in dashboard["panels"] if "targets" in panel)
+
+
+def test_the_dashboard_groups_and_selects_by_labels_that_its_metrics_have() -> None:
+    labels = labels_of_metrics()
+    for expression in expressions_of(json.loads(DASHBOARD.read_text())):
+        for name, selector in re.findall(r"\b(kvkeep_\w+)\{([^}]*)\}", expression):
+            asked = set(re.findall(r"(\w+)[=!]", selector))
+            asked |= {
+                label
+                for group in re.findall(r"by \(([\w, ]+)\)", expression)
+                for label in group.split(", ")
+            }
+            assert "instance" in asked and asked <= labels[name], expression
+        assert metrics_in(expression) <= set(re.findall(r"\b(kvkeep_\w+)\{", expression))
+
+
+def test_the_dashboard_covers_what_an_operator_asks() -> None:
+    expressions = " ".join(expressions_of(json.loads(DASHBOARD.read_text())))
+    for name in (
+        *("avoided_seconds", "load_seconds", "loaded_tokens", "local_tokens", "computed_tokens"),
+        *("tenant_avoided_seconds", "tenant_loaded_tokens", "model_avoided_seconds"),
+        *("prompt_blocks", "evicted_blocks", "load_failures", "auth_failures", "tier_errors"),
+    ):
+        assert f"kvkeep_{name}_total{{" in expressions, name
+    for name in (
+        *("tenant_usage_bytes", "pool_used_bytes", "sessions", "leases", "tier_used_bytes"),
+        *("tier_set_aside", "loop_longest_turn_seconds", "loop_turn_seconds_bucket"),
+    ):
+        assert f"kvkeep_{name}{{" in expressions, name
+    # Of the outcomes of blocks, those that are misses.
+    assert f'outcome!~"{"|".join(NAMES[each] for each in (LOCAL, LOADED, LAST))}"' in expressions
+    assert {LOCAL, LOADED, LAST} == NO_MISS
+
+
+def test_grafana_can_import_the_dashboard() -> None:
+    """Each panel asks the chosen source, has a place of its own, and names its queries."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["uid"] and dashboard["schemaVersion"] >= 39 and not dashboard.get("id")
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    assert variables["source"]["type"] == "datasource" and variables["source"]["query"]
+    assert variables["instance"]["datasource"]["uid"] == "${source}"
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${source}"}
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            names = [target["refId"] for target in panel["targets"]]
+            assert names and len(set(names)) == len(names)
+
+
+def in_prometheus(expression: str) -> str:
+    """With values for what Grafana puts in."""
+    for variable, value in (
+        *(("$__rate_interval", "5m"), ("$__range", "1h"), ("$instance", ".*")),
+    ):
+        expression = expression.replace(variable, value)
+    return expression
 
 
 @needs_promtool
@@ -117,7 +195,7 @@ def test_the_example_configuration_is_valid() -> None:
 def test_expressions_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     found = expressions_of(json.loads(DASHBOARD.read_text()))
     recorded = [
-        {"record": f"panel:{number}", "expr": each.replace("$__rate_interval", "5m")}
+        {"record": f"panel:{number}", "expr": in_prometheus(each)}
         for number, each in enumerate(found)
     ]
     file = tmp_path / "panels.yaml"
@@ -205,6 +283,22 @@ def is_scraped(url: str) -> bool:
         return False
 
 
+def panels_without_data(url: str) -> set[str]:
+    """Titles of the dashboard's panels one of whose queries finds nothing."""
+    return {
+        panel["title"]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel.get("targets", [])
+        if not answer_to(url, in_prometheus(target["expr"]))
+    }
+
+
+def answer_to(url: str, expression: str) -> list[Any]:
+    query = urllib.parse.urlencode({"query": expression})
+    with urllib.request.urlopen(f"{url}/api/v1/query?{query}", timeout=30) as answer:
+        return list(json.load(answer)["data"]["result"])
+
+
 def damage(world: World) -> None:
     content = (world.disk / "data").read_bytes()
     with open(world.disk / "data", "r+b") as data:
@@ -232,6 +326,8 @@ def test_faults_of_a_real_server_fire(tmp_path: Path) -> None:
         assert eventually(lambda: world.written(BLOCKS))
         assert eventually(lambda: is_scraped(url))
         assert firing(url) == set()
+        assert world.get(1) == BLOCKS
+        assert eventually(lambda: not panels_without_data(url)), panels_without_data(url)
         damage(world)
         world.admin("POST", "/v1/verify")
         assert eventually(lambda: "KvkeepTierBadBlocks" in firing(url))
