@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium, of a real server with a reference engine.
+"""The dashboard in a real Chromium, of a real server with reference engines.
 
 KVKEEP_TEST_PICTURES=1 python -m pytest tests/e2e/test_dashboard.py     also makes the pictures
                                                                         of the documentation
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import struct
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Any
 import pytest
 from engines import GQA, POOL, engine, eventually, prompt, seed, serve
 
+from kvkeep.cli.demo import Screen, Talk, _fifth_turn, _first_engine
+from kvkeep.cli.demo_engine import EngineProcess
+from kvkeep.kv.outcomes import OUTCOMES
 from kvkeep.testing.process import ServerProcess
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
@@ -32,15 +37,16 @@ PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 Browser = Callable[..., "webdriver.Chrome"]
 
 
+TALKS = [Talk("alice", 768), Talk("bob", 512)]
+ROOM = 300  # blocks of an engine that computes both
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One that served a prompt of 202 tokens twice, from two engines, with a disk below it."""
+    """One that has the conversations of two users, with a disk below it."""
     disk = tmp_path_factory.mktemp("tier") / "disk"
     with ServerProcess(*POOL, "--tier", f"disk://{disk}?size=64MiB") as running:
-        number, tokens = seed(), prompt(202)
-        for _ in range(2):
-            with engine(running, GQA, seed=number) as llm:
-                serve(llm, [tokens])
+        _first_engine(TALKS, running.address, ROOM, Screen(json=True))
         yield running
 
 
@@ -102,21 +108,48 @@ def errors(tab: webdriver.Chrome) -> list[str]:
     ]
 
 
-def take_picture(tab: webdriver.Chrome, name: str) -> None:
+def take_picture(tab: webdriver.Chrome, name: str, part: str = "") -> None:
+    """Of the window, or of the section that holds the element of this id. Where none is to be made,
+    the one in the documentation is checked: it is there, and nearly as wide as this one."""
+    if not part:
+        tab.execute_script("scrollTo(0, 0)")
+    path = f"//*[self::section or self::dialog][.//*[@id='{part}'] or @id='{part}']"
+    made = (
+        tab.find_element(By.XPATH, path).screenshot_as_png if part else tab.get_screenshot_as_png()
+    )
     if os.environ.get("KVKEEP_TEST_PICTURES"):
-        PICTURES.mkdir(exist_ok=True)
-        tab.save_screenshot(str(PICTURES / name))
+        (PICTURES / name).write_bytes(made)
+    assert abs(width_of((PICTURES / name).read_bytes()) - width_of(made)) <= 20, name
+
+
+def width_of(png: bytes) -> int:
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return int(struct.unpack(">I", png[16:20])[0])
+
+
+def auth_failures(server: ServerProcess) -> int:
+    return sum(server.ask()["auth_failures"].values())
 
 
 def test_it_shows_what_the_cache_gave(server: ServerProcess, browser: Browser) -> None:
     tab = browser()
     open_dashboard(tab, server)
+    with EngineProcess(server.address, ROOM) as other:
+        screen = Screen(json=True)
+        with screen.progress("another engine", 7) as show:
+            _fifth_turn(TALKS, other, show, screen)
+    assert eventually(lambda: status_of(server)["figures"]["requests"] == 11)
     figures = status_of(server)["figures"]
-    assert figures["tokens_loaded"] > 0
-    assert tile(tab, "Tokens loaded and used").startswith(f"{figures['tokens_loaded']:,}")
+    assert figures["tokens_loaded"] > 1000 and figures["saved_s"] > 0
+    loaded = f"{figures['tokens_loaded']:,}"
+    assert eventually(lambda: tile(tab, "Tokens loaded and used").startswith(loaded))
     assert tile(tab, "Tokens computed").startswith(f"{figures['tokens_computed']:,}")
+    assert eventually(lambda: float(tile(tab, "Time saved").split()[0]) > 0)
     assert tile(tab, "Time saved").split()[1] == "s"
-    assert "default" in text(tab, "tenants") and "disk" in text(tab, "tiers")
+    missed = text(tab, "missed")
+    for outcome in ("never_stored", "other_salt"):
+        assert outcome.replace("_", " ") in missed and dict(OUTCOMES)[outcome] in missed
+    assert "disk" in text(tab, "tiers")
     (model,) = [each["model"] for each in status_of(server)["models"] if each["usage_bytes"]]
     map_by_model = tab.find_element(By.ID, "model-map")
     assert f"Memory by model: {model} " in str(map_by_model.get_attribute("aria-label"))
@@ -137,7 +170,11 @@ def test_it_follows_the_server(server: ServerProcess, browser: Browser) -> None:
     enter_token(tab, server)
     with engine(server, GQA, seed=seed()):
         assert eventually(lambda: "scheduler" in text(tab, "sessions"))
-    assert eventually(lambda: "never stored" in text(tab, "requests"))
+        assert eventually(lambda: "never stored" in text(tab, "requests"))
+        back = tab.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert back == "rgb(13, 17, 23)"
+        take_picture(tab, "dashboard-dark.png")
+    take_picture(tab, "dashboard-requests.png", "requests")
     assert errors(tab) == []
 
 
@@ -149,43 +186,138 @@ def test_a_quota_is_edited_with_the_token_and_the_keyboard(
     assert not may_change(tab)
     enter_token(tab, server)
     assert eventually(lambda: may_change(tab))
-    tab.find_element(By.CSS_SELECTOR, "#tenants button").send_keys(Keys.ENTER)
+    button = tab.find_element(By.CSS_SELECTOR, "#tenants button")
+    name = button.get_attribute("aria-label")
+    button.send_keys(Keys.ENTER)
     quota = tab.switch_to.active_element
     assert quota.get_attribute("id") == "quota"
     quota.send_keys("nonsense", Keys.ENTER)
     assert eventually(lambda: "expected a number" in text(tab, "change-problem"))
     quota.clear()
-    quota.send_keys("0.03125", Keys.ENTER)  # 32 MiB
+    quota.send_keys("0.03125")  # 32 MiB
+    take_picture(tab, "dashboard-quota.png", "change")
+    quota.send_keys(Keys.ENTER)
     assert eventually(lambda: "32 MiB" in text(tab, "tenants"))
-    (tenant,) = status_of(server)["largest_tenants"]
-    assert (tenant["quota_bytes"], tenant["own_quota"]) == (32 << 20, True)
+    assert tab.switch_to.active_element.get_attribute("aria-label") == name
+    [tenant] = [each for each in status_of(server)["largest_tenants"] if each["own_quota"]]
+    assert tenant["quota_bytes"] == 32 << 20 and tenant["tenant"] in str(name)
+    take_picture(tab, "dashboard-tenants.png", "tenants")
     assert "token" not in tab.current_url
     assert tab.execute_script("return localStorage.length + sessionStorage.length") == 0
     assert errors(tab) == []
 
 
-def test_a_wrong_token_is_explained(server: ServerProcess, browser: Browser) -> None:
+def test_focus_is_where_it_was_after_the_dialog(server: ServerProcess, browser: Browser) -> None:
+    """Also if the row was drawn anew meanwhile."""
     tab = browser()
     open_dashboard(tab, server)
-    tab.find_element(By.ID, "token").send_keys("wrong", Keys.ENTER)
+    enter_token(tab, server)
     assert eventually(lambda: may_change(tab))
-    tab.find_element(By.CSS_SELECTOR, "#tenants button").click()
-    tab.find_element(By.ID, "save").click()
-    assert eventually(lambda: "token" in text(tab, "change-problem"))
+    button = tab.find_element(By.CSS_SELECTOR, "#tenants button")
+    name = button.get_attribute("aria-label")
+    button.send_keys(Keys.ENTER)
+    tab.execute_script("document.querySelector('#tenants td').textContent = 'something else'")
+    assert eventually(lambda: "something else" not in text(tab, "tenants"))
+    tab.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert eventually(lambda: tab.switch_to.active_element.get_attribute("aria-label") == name)
+
+
+def test_a_wrong_token_is_told_and_used_once(server: ServerProcess, browser: Browser) -> None:
+    tab = browser()
+    open_dashboard(tab, server)
+    before = auth_failures(server)
+    tab.find_element(By.ID, "token").send_keys("wrong", Keys.ENTER)
+    assert eventually(lambda: "did not accept this token" in text(tab, "problem"))
+    assert text(tab, "token-state") == "not accepted"
+    first = text(tab, "uptime")
+    assert eventually(lambda: text(tab, "uptime") != first)
+    assert "did not accept this token" in text(tab, "problem"), "and it stays told"
+    assert not may_change(tab) and auth_failures(server) <= before + 1
+    enter_token(tab, server)
+    assert eventually(lambda: may_change(tab))
+    assert (text(tab, "problem"), text(tab, "token-state")) == ("", "in use")
+
+
+def test_an_operator_with_another_proof_needs_no_token(
+    server: ServerProcess, browser: Browser
+) -> None:
+    """A certificate, say. Here something in between adds the token."""
+    tab = browser()
+    token = (server.state_dir / server.name / "admin.token").read_text().strip()
+    source = """const real = window.fetch;
+    window.fetch = (path, options) => real(path, {
+      ...options, headers: { ...options.headers, Authorization: "Bearer TOKEN" } });"""
+    tab.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": source.replace("TOKEN", token)}
+    )
+    open_dashboard(tab, server)
+    assert eventually(lambda: may_change(tab))
+    assert "Enter the admin token" not in text(tab, "sessions") + text(tab, "requests")
+    assert text(tab, "token-state") == ""
+
+
+def test_a_server_that_wants_its_token_is_asked_once(browser: Browser, tmp_path: Path) -> None:
+    """A page without the token that asked again and again would fire the alert for attacks."""
+    (tmp_path / "token").write_text("a-token-of-the-operator-with-many-characters")
+    (tmp_path / "token").chmod(0o600)
+    tab = browser("--window-size=1200,900")
+    with ServerProcess(*POOL, "--admin-token", str(tmp_path / "token")) as asked:
+        tab.get(f"http://{asked.http}/")
+        assert eventually(lambda: text(tab, "state") == "token needed")
+        assert "wants its admin token" in text(tab, "problem")
+        take_picture(tab, "dashboard-token.png")
+        token = (tmp_path / "token").read_text()
+        tab.set_script_timeout(10)
+        tab.execute_async_script("setTimeout(arguments[0], 5000)")
+        tab.find_element(By.ID, "token").send_keys(token, Keys.ENTER)
+        assert eventually(lambda: text(tab, "state") == "ready")
+        assert text(tab, "problem") == "" and "None" in text(tab, "sessions")
+        request = urllib.request.Request(
+            f"http://{asked.http}/v1/status", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert sum(json.load(answer)["auth_failures"].values()) <= 1
 
 
 def test_it_survives_a_restart_of_the_server(browser: Browser, tmp_path: Path) -> None:
-    tab = browser()
+    """And shows quotas as they were set, where they are scaled down to a smaller pool."""
+    tab = browser("--window-size=1200,900")
     http = "127.0.0.1:0"
     with ServerProcess(*POOL, state_dir=tmp_path) as first:
         open_dashboard(tab, first)
+        assert "No block of a prompt has missed yet" in text(tab, "missed")
+        take_picture(tab, "dashboard-empty.png")
+        enter_token(tab, first)
+        with engine(first, GQA, seed=seed()) as llm:
+            serve(llm, [prompt(40)])
+        assert eventually(lambda: may_change(tab))
+        tab.find_element(By.CSS_SELECTOR, "#tenants button").click()
+        tab.find_element(By.ID, "quota").send_keys("0.046875", Keys.ENTER)
+        assert eventually(lambda: "48 MiB" in text(tab, "tenants"))
         http, name = first.http, first.name
         first.stop()
         assert eventually(lambda: text(tab, "state") == "no answer")
         assert "does not answer" in text(tab, "problem")
-        with ServerProcess(*POOL, "--http-address", http, name=name, state_dir=tmp_path):
-            assert eventually(lambda: "ready" in text(tab, "state"))
-            assert eventually(lambda: text(tab, "problem") == "")
+        take_picture(tab, "dashboard-away.png")
+        first.flags = ("--pool-size", "16MiB", *POOL[2:], "--http-address", http)
+        first.start()
+        assert (first.http, first.name) == (http, name)
+        assert eventually(lambda: "ready" in text(tab, "state"))
+        assert eventually(lambda: text(tab, "problem") == "")
+        assert eventually(lambda: may_change(tab) and "48 MiB" not in text(tab, "tenants"))
+        tab.find_element(By.CSS_SELECTOR, "#tenants button").click()
+        assert tab.find_element(By.ID, "quota").get_property("value") == "0.046875"
+
+
+def test_a_tier_that_is_set_aside_is_told(browser: Browser, tmp_path: Path) -> None:
+    tab = browser()
+    disk = tmp_path / "disk"
+    with ServerProcess(*POOL, "--tier", f"disk://{disk}?size=16MiB") as running:
+        open_dashboard(tab, running)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text()
+        os.kill(int(children), signal.SIGKILL)  # the process that reads and writes the disk
+        assert eventually(lambda: "set aside" in text(tab, "tiers"))
+        take_picture(tab, "dashboard-tier.png", "tiers")
 
 
 def test_a_screen_reader_finds_its_way(server: ServerProcess, browser: Browser) -> None:
@@ -198,9 +330,23 @@ def test_a_screen_reader_finds_its_way(server: ServerProcess, browser: Browser) 
     for picture in tab.find_elements(By.CSS_SELECTOR, "[role=img]"):
         assert picture.get_attribute("aria-label"), picture.get_attribute("id")
     for table in tab.find_elements(By.TAG_NAME, "table"):
-        assert table.find_element(By.TAG_NAME, "caption").text
+        assert table.find_element(By.TAG_NAME, "caption").text and table.aria_role == "table"
+        assert table.find_elements(By.CSS_SELECTOR, "th[scope=row], td[colspan]")
     levels = [int(each.tag_name[1]) for each in tab.find_elements(By.CSS_SELECTOR, "h1, h2")]
     assert levels[0] == 1 and set(levels[1:]) == {2}
+
+
+def test_a_screen_reader_is_told_only_what_is_new(server: ServerProcess, browser: Browser) -> None:
+    """The page is drawn anew every two seconds; its statuses and alerts are not."""
+    tab = browser()
+    open_dashboard(tab, server)
+    tab.execute_script("""window.told = 0;
+    for (const each of document.querySelectorAll("[role=status], [role=alert]"))
+      new MutationObserver(() => window.told++)
+        .observe(each, {childList: true, characterData: true, attributes: true, subtree: true});""")
+    first = text(tab, "uptime")
+    assert eventually(lambda: text(tab, "uptime") != first)
+    assert tab.execute_script("return window.told") == 0
 
 
 def test_the_browser_may_do_nothing_else(server: ServerProcess, browser: Browser) -> None:
@@ -212,5 +358,20 @@ def test_the_browser_may_do_nothing_else(server: ServerProcess, browser: Browser
     image.onerror = () => done(window.ran ? "ran" : "refused");
     image.src = "http://127.0.0.1:9/x.png";"""
     assert tab.execute_async_script(script) == "refused"
+    script = "return performance.getEntriesByType('resource').map(each => each.name)"
+    loaded = [str(each) for each in tab.execute_script(script)]
+    own = f"http://{server.http}/"
+    assert loaded and all(each.startswith(own) for each in loaded if "127.0.0.1:9/" not in each)
     with urllib.request.urlopen(f"http://{server.http}/dashboard") as answer:
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+def test_the_guide_shows_every_picture() -> None:
+    """And they stay small."""
+    guide = (PICTURES.parent / "guides" / "monitoring.md").read_text()
+    found = sorted(PICTURES.iterdir())
+    assert len(found) > 8 and sum(each.stat().st_size for each in found) < 1.5 * (1 << 20)
+    here = Path(__file__).read_text()
+    for each in found:
+        assert f"](../pictures/{each.name})" in guide, each.name
+        assert f'"{each.name}"' in here, "made by no test"

@@ -7,6 +7,7 @@ the browser from running or sending anything else, even if a name that is shown 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Final
@@ -14,12 +15,15 @@ from typing import Final
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
 
+from kvkeep.kv.outcomes import OUTCOMES
+
 _FILES: Final = {
     "/dashboard": ("index.html", "text/html; charset=utf-8"),
     "/dashboard/script.js": ("script.js", "text/javascript; charset=utf-8"),
     "/dashboard/style.css": ("style.css", "text/css; charset=utf-8"),
 }
-PATHS: Final = frozenset(_FILES)
+_OUTCOMES_PATH: Final = "/dashboard/outcomes.json"  # what each outcome of a block means
+PATHS: Final = frozenset({"/", _OUTCOMES_PATH, *_FILES})
 _HEADERS: Final = {
     # Widths of bars are set by the script through the style object, which needs no permission.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -36,6 +40,8 @@ def add_dashboard(app: FastAPI) -> None:
     folder = files("kvkeep.server") / "dashboard_files"
     for path, (name, kind) in _FILES.items():
         app.add_route(path, _sender((folder / name).read_bytes(), kind), include_in_schema=False)
+    outcomes = json.dumps(dict(OUTCOMES)).encode()
+    app.add_route(_OUTCOMES_PATH, _sender(outcomes, "application/json"), include_in_schema=False)
 
     async def lead(request: Request) -> Response:
         return RedirectResponse("/dashboard", headers=_HEADERS)

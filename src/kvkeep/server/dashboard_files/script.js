@@ -5,10 +5,16 @@ const EVERY_MS = 2000;
 const KEPT = 300; // points of the charts: ten minutes
 const GIB = 2 ** 30;
 const SHADES = 6;
+const NO_MISS = new Set(["local", "loaded", "last"]); // a cache had it, or none can
 
 let token = "";
+let refused = ""; // what is said of a token that was not accepted
+let waitsForToken = false; // the server answers nothing without one
 let history = []; // {at, loaded, computed}: totals since the server started
 let before = ""; // the epoch of the server that the history is of
+let isOperator = false; // the server knows by the token, or by a certificate of the browser
+let meanings = null; // of the outcomes of blocks, by name
+let tenants = []; // as they were shown last
 
 const $ = (id) => document.getElementById(id);
 
@@ -30,39 +36,57 @@ async function ask(path, method = "GET", body = undefined) {
 }
 
 async function update() {
+  let status;
+  const used = token;
   try {
-    const status = await ask("/v1/status");
+    meanings ??= await ask("/dashboard/outcomes.json");
+    status = await ask("/v1/status");
+    if (token !== used) return; // entered meanwhile, and asked with
+    if (token && !status.sessions) forgetToken();
     show(status);
-    problem("");
+    problem(refused);
   } catch (error) {
-    if (error.status === 401) problem("The server wants its admin token: enter it above.");
-    else {
-      $("state").textContent = "no answer";
+    if (token !== used) return;
+    say("uptime", "");
+    waitsForToken = error.status === 401;
+    if (waitsForToken) {
+      if (token) forgetToken();
+      say("state", "token needed");
+      problem(`${refused} The server wants its admin token: enter it above.`.trim());
+    } else {
+      say("state", "no answer");
       problem(`The server does not answer (${error.message}). This page asks again by itself.`);
     }
-    return;
   }
-  await showRequests();
+  say("token-state", token ? "in use" : refused ? "not accepted" : "");
+  if (status) await showRequests();
+}
+
+// Each use of a token that is not the server's would count as an attack.
+function forgetToken() {
+  token = "";
+  refused = "The server did not accept this token.";
 }
 
 async function showRequests() {
-  if (!token) return fill("requests", [row(["Enter the admin token to see requests."])]);
+  if (!isOperator) return fill("requests", [message("Enter the admin token to see requests.")]);
   try {
     const requests = await ask("/v1/explain?last=100");
     requests.sort((one, other) => other.tokens_computed - one.tokens_computed);
     fill("requests", requests.slice(0, 20).map(requestRow), "None has finished yet.");
   } catch (error) {
-    fill("requests", [row([error.message])]);
+    fill("requests", [message(error.message)]);
   }
 }
 
 // -- what is shown
 
 function show(status) {
+  isOperator = status.sessions !== null;
   document.title = `kvkeep ${status.name}`;
-  $("server").textContent = `${status.name} ${status.version}`;
-  const state = status.stopping ? "stopping" : status.ready ? "ready" : "not ready";
-  $("state").textContent = `${state}, up for ${time(status.uptime_s)}`;
+  say("server", `${status.name} ${status.version}`);
+  say("state", status.stopping ? "stopping" : status.ready ? "ready" : "not ready");
+  say("uptime", `, up for ${time(status.uptime_s)}`); // apart: a screen reader tells each new state
   remember(status);
   showGain(status);
   showMissed(status.prompt_blocks);
@@ -72,7 +96,7 @@ function show(status) {
     count(model.figures.tokens_computed), time(model.figures.saved_s)])), "None yet.");
   fill("tiers", status.tiers.map(tierRow), "None: `kvkeep serve --tier` adds one.");
   fill("sessions", status.sessions ? status.sessions.map(sessionRow)
-    : [row(["Enter the admin token to see engines."])], "None is connected.");
+    : [message("Enter the admin token to see engines.")], "None is connected.");
 }
 
 function connected(status) {
@@ -83,11 +107,12 @@ function showGain(status) {
   const f = status.figures;
   const prompt = f.tokens_loaded + f.tokens_local + f.tokens_computed;
   const tiles = [
-    ["Time saved", time(f.saved_s), "computing avoided, less loading"],
+    ["Time saved", time(f.saved_s), "computing avoided, less loading" +
+      (f.tokens_unpriced ? `; not known for ${count(f.tokens_unpriced)} tokens` : "")],
     ["Tokens loaded and used", count(f.tokens_loaded), share(f.tokens_loaded, prompt)],
     ["Tokens computed", count(f.tokens_computed), share(f.tokens_computed, prompt)],
     ["In the engines' own caches", count(f.tokens_local), share(f.tokens_local, prompt)],
-    ["Requests", count(f.requests), `processes connected: ${connected(status)}`],
+    ["Requests", count(f.requests), `sessions of engines: ${connected(status)}`],
   ];
   $("gain").replaceChildren(...tiles.map(([name, value, small]) => {
     const tile = element("div", "", [element("dt", name), element("dd", value)]);
@@ -97,16 +122,16 @@ function showGain(status) {
 }
 
 function showMissed(blocks) {
-  const given = new Set(["local", "loaded", "last"]);
   const missed = Object.entries(blocks)
-    .filter(([name, many]) => many && !given.has(name)).sort((one, other) => other[1] - one[1]);
+    .filter(([name, many]) => many && !NO_MISS.has(name)).sort((one, other) => other[1] - one[1]);
   const total = missed.reduce((sum, [, many]) => sum + many, 0);
   const items = missed.map(([name, many]) => {
     const meter = element("meter");
     meter.max = total;
     meter.value = many;
     meter.setAttribute("aria-label", `${name}: ${many} of ${total} blocks`);
-    const label = element("span", name.replaceAll("_", " "));
+    const label = element("span", name.replaceAll("_", " "),
+      [element("small", meanings[name] ?? "", [], "why")]);
     return element("li", "", [label, meter, element("span", count(many), [], "count")]);
   });
   if (!items.length) items.push(element("li", "No block of a prompt has missed yet."));
@@ -116,13 +141,18 @@ function showMissed(blocks) {
 function showMemory(status) {
   const pool = status.pool;
   const used = Object.values(pool.used_bytes).reduce((sum, each) => sum + each, 0);
-  $("memory-words").textContent = `${bytes(used)} of ${bytes(pool.filled_bytes)} in use, ` +
-    `${count(Object.values(pool.blocks).reduce((sum, each) => sum + each, 0))} blocks`;
+  const evicted = Object.values(status.evicted_blocks).reduce((sum, each) => sum + each, 0);
+  const age = status.evicted_age_s;
+  say("memory-words", `${bytes(used)} of ${bytes(pool.filled_bytes)} in use, ` +
+    `${count(Object.values(pool.blocks).reduce((sum, each) => sum + each, 0))} blocks; ` +
+    `${count(evicted)} evicted` + (age === null ? "" : `, ${time(age)} after their last use`) +
+    (pool.degraded ? `. Smaller than asked for: ${pool.degraded}` : ""));
   drawMap("memory-map", "Memory by tenant", pool,
     status.largest_tenants.map((tenant) => [tenant.tenant, tenant.usage_bytes]));
   drawMap("model-map", "Memory by model", pool,
     status.models.map((model) => [model.model, model.usage_bytes]));
-  fill("tenants", status.largest_tenants.map(tenantRow), "None has blocks.");
+  tenants = status.largest_tenants;
+  fill("tenants", tenants.map(tenantRow), "None has blocks.");
 }
 
 // A bar as wide as the pool, with a part for each owner of blocks.
@@ -141,10 +171,10 @@ function drawMap(name, title, pool, owners) {
 
 function tenantRow(tenant) {
   const button = element("button", "Change");
-  button.disabled = !token;
+  button.disabled = !isOperator;
   button.setAttribute("aria-label", `Change quota and limit of ${tenant.tenant}`);
-  if (!token) button.title = "Enter the admin token first";
-  button.addEventListener("click", () => openChange(tenant));
+  if (!isOperator) button.title = "Enter the admin token first";
+  button.addEventListener("click", () => openChange(tenant.tenant));
   const own = (value, isOwn) => (value === null ? "none" : bytes(value) + (isOwn ? "" : " (default)"));
   return row([
     tenant.tenant, bytes(tenant.usage_bytes), own(tenant.quota_bytes, tenant.own_quota),
@@ -158,6 +188,7 @@ function tierRow(tier) {
     tier.tier, state, bytes(tier.used_bytes),
     tier.capacity_bytes ? bytes(tier.capacity_bytes) : "not known",
     bytes(tier.counts.promoted_bytes), bytes(tier.counts.written_bytes), count(tier.counts.errors)]);
+  made.children[1].className = "why"; // a problem may be long
   if (tier.state === "set aside") made.className = "bad";
   return made;
 }
@@ -170,12 +201,13 @@ function sessionRow(session) {
 }
 
 function requestRow(request) {
-  const reasons = Object.entries(request.outcomes).filter(([, many]) => many)
+  const reasons = Object.entries(request.outcomes)
+    .filter(([name, many]) => many && !NO_MISS.has(name))
     .sort((one, other) => other[1] - one[1])
     .map(([name, many]) => `${count(many)} ${name.replaceAll("_", " ")}`).join(", ");
   const made = row([
     request.request, request.tenant, count(request.prompt_tokens), count(request.tokens_loaded),
-    count(request.tokens_computed), reasons]);
+    count(request.tokens_computed), reasons || "none"]);
   made.lastChild.className = "why";
   return made;
 }
@@ -230,12 +262,13 @@ function draw(name, lines, words, top = 0) {
 
 let changed = null;
 
-function openChange(tenant) {
-  changed = tenant;
-  $("change-tenant").textContent = tenant.tenant;
+function openChange(name) {
+  changed = tenants.find((each) => each.tenant === name);
+  $("change-tenant").textContent = name;
   $("change-problem").textContent = "";
-  $("quota").value = tenant.own_quota ? tenant.quota_bytes / GIB : "";
-  $("limit").value = tenant.own_limit ? tenant.limit_bytes / GIB : "";
+  // As it was set: the one in force may be scaled down for now.
+  $("quota").value = changed.own_quota ? changed.set_quota_bytes / GIB : "";
+  $("limit").value = changed.own_limit ? changed.limit_bytes / GIB : "";
   $("change").showModal();
 }
 
@@ -257,6 +290,12 @@ async function saveChange(event) {
   }
 }
 
+// The button that opened the dialog may have been replaced meanwhile.
+function focusChanged() {
+  [...$("tenants").querySelectorAll("button")]
+    .find((each) => each.ariaLabel.endsWith(` ${changed.tenant}`))?.focus();
+}
+
 function gibibytes(text, what) {
   if (!text.trim()) return null;
   const value = Number(text.trim());
@@ -274,14 +313,26 @@ function element(name, text = "", children = [], kind = "") {
   return made;
 }
 
+// The first cell names the row.
 function row(cells) {
-  return element("tr", "", cells.map((cell) =>
-    typeof cell === "string" ? element("td", cell) : element("td", "", [cell])));
+  const made = element("tr", "", cells.map((cell, index) => {
+    const name = index ? "td" : "th";
+    return typeof cell === "string" ? element(name, cell) : element(name, "", [cell]);
+  }));
+  made.firstChild.scope = "row";
+  return made;
+}
+
+// A row that is a sentence.
+function message(text) {
+  const cell = element("td", text);
+  cell.colSpan = 99;
+  return element("tr", "", [cell]);
 }
 
 // Rows are replaced only if they changed, so that focus stays where it is.
 function fill(id, rows, ifNone = "") {
-  const made = rows.length || !ifNone ? rows : [row([ifNone])];
+  const made = rows.length || !ifNone ? rows : [message(ifNone)];
   const body = element("tbody", "", made);
   if (body.innerHTML === $(id).innerHTML) return;
   const focused = $(id).contains(document.activeElement) && document.activeElement.ariaLabel;
@@ -290,8 +341,14 @@ function fill(id, rows, ifNone = "") {
 }
 
 function problem(text) {
-  $("problem").textContent = text;
+  if ($("problem").textContent === text) return;
   $("problem").hidden = !text;
+  say("problem", text);
+}
+
+// Only what changed: a screen reader reads aloud what is set in a status or an alert.
+function say(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
 }
 
 function count(value) {
@@ -319,16 +376,19 @@ $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   token = $("token").value.trim();
   $("token").value = "";
-  $("token").placeholder = token ? "in use" : "";
+  refused = "";
+  waitsForToken = false;
   update();
 });
 $("change-form").addEventListener("submit", saveChange);
+$("change-form").addEventListener("input", () => say("change-problem", ""));
 $("cancel").addEventListener("click", () => $("change").close());
+$("change").addEventListener("close", focusChanged);
 
 // One at a time: the next question is asked when the last one was answered.
 (async function run() {
   for (;;) {
-    if (!document.hidden) await update();
+    if (!document.hidden && !waitsForToken) await update();
     await new Promise((done) => setTimeout(done, EVERY_MS));
   }
 })();
