@@ -19,6 +19,7 @@ from rich.console import Console
 import kvkeep as package
 from kvkeep.cli.top import bar, screen, view
 from kvkeep.client.options import ClientOptions
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -70,11 +71,18 @@ def test_it_is_live_until_ctrl_c_also_while_the_server_is_away(tmp_path: Path) -
             [*command, "--every", "0.2", "--token-file", str(token)], stdin=theirs, stdout=theirs
         ) as live:
             os.close(theirs)
+            os.set_blocking(ours, False)
 
             def wait_for(words: str) -> None:
                 said = ""
-                while words not in said:
-                    said += os.read(ours, 1 << 16).decode(errors="replace")  # OSError: it has ended
+
+                def is_said() -> bool:
+                    nonlocal said
+                    with contextlib.suppress(BlockingIOError):
+                        said += os.read(ours, 1 << 16).decode(errors="replace")
+                    return words in said
+
+                assert eventually(is_said), said
 
             wait_for(f"{running.name} (kvkeep ")
             wait_for("missed  none")
@@ -83,6 +91,7 @@ def test_it_is_live_until_ctrl_c_also_while_the_server_is_away(tmp_path: Path) -
             wait_for("asking again; Ctrl-C ends")
             running.start()
             wait_for(f"{running.name} (kvkeep ")
+            os.set_blocking(ours, True)
             live.send_signal(signal.SIGINT)
             with contextlib.suppress(OSError):  # it has ended
                 while os.read(ours, 1 << 16):
