@@ -9,9 +9,10 @@ import importlib
 import importlib.util
 import json
 import shutil
+import subprocess
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -20,6 +21,7 @@ import pytest
 from services import Service, free_port, program
 
 from kvkeep.errors import TierError
+from kvkeep.testing.clock import eventually
 from kvkeep.tiers.opening import check_installed
 from kvkeep.tiers.tier_address import parse_tier
 from kvkeep.units import MIB
@@ -69,8 +71,20 @@ class SharedService:
         """Blocks as they are stored, by name: what another program sees."""
         raise NotImplementedError
 
-    def replace(self, name: str, data: bytes) -> None:
-        """Stores this in place of an object."""
+    def replace(self, objects: Mapping[str, bytes]) -> None:
+        """Stores these in place of what has their names."""
+        raise NotImplementedError
+
+    def tier_name(self, name: str) -> str:
+        """What the tier calls this object."""
+        return name
+
+    def lose_some(self) -> None:
+        """Loses some blocks, as this kind of service does by itself."""
+        raise NotImplementedError
+
+    def full(self) -> AbstractContextManager[None]:
+        """Inside: the service has no room for further blocks."""
         raise NotImplementedError
 
     def _run(self, command: Sequence[str | Path], port: int, within_s: float = 30.0) -> Service:
@@ -78,6 +92,12 @@ class SharedService:
         directory = self.directory / f"process{self._starts}"
         self._running.append(Service([str(word) for word in command], directory, port))
         return self._running[-1]
+
+
+def _mount(at: Path, *arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"NOT TESTED: this host mounts nothing: {done.stderr.strip()}")
 
 
 def _is_block(name: str) -> bool:
@@ -104,8 +124,38 @@ class SharedDirectory(SharedService):
         paths = [path for path in (self.directory / "shared" / "v1").rglob("*") if path.is_file()]
         return {str(path): path.read_bytes() for path in paths if _is_block(str(path))}
 
-    def replace(self, name: str, data: bytes) -> None:
-        Path(name).write_bytes(data)
+    def replace(self, objects: Mapping[str, bytes]) -> None:
+        for name, data in objects.items():
+            Path(name).write_bytes(data)
+
+    def tier_name(self, name: str) -> str:
+        place, _, key = str(Path(name).relative_to(self.directory / "shared")).rpartition("/")
+        return f"{place.rpartition('/')[0]}/{key}"  # without the first two digits of the key
+
+    def lose_some(self) -> None:
+        """As to an operator's cron job that removes files: a directory does not evict."""
+        for name in list(self.objects())[::2]:
+            Path(name).unlink()
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """The same files on a file system that has no room left."""
+        shared, small = self.directory / "shared", self.directory / "small"
+        small.mkdir(exist_ok=True)
+        _mount(small, "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs")
+        try:
+            with suppress(shutil.Error):  # what servers have just replaced
+                shutil.copytree(shared, small, dirs_exist_ok=True)
+            with suppress(OSError), (small / "filler").open("wb", buffering=0) as filler:
+                while filler.write(bytes(64 << 10)):
+                    pass
+            _mount(shared, "--bind", str(small))
+            try:
+                yield
+            finally:
+                subprocess.run(["umount", "--lazy", str(shared)], check=True)
+        finally:
+            subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 class ValkeyServer(SharedService):
@@ -123,9 +173,29 @@ class ValkeyServer(SharedService):
             names = [name.decode() for name in client.keys("*")]
             return {name: client.get(name) for name in names if _is_block(name)}
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, objects: Mapping[str, bytes]) -> None:
         with closing(self._client()) as client:
-            client.set(name, data)
+            for name, data in objects.items():
+                client.set(name, data)
+
+    def lose_some(self) -> None:
+        before = self.objects()
+        with closing(self._client()) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            used = client.info("memory")["used_memory"]
+            client.config_set("maxmemory", used - sum(map(len, before.values())) // 2)
+            assert eventually(lambda: len(self.objects()) < len(before))
+            client.config_set("maxmemory", 0)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        with closing(self._client()) as client:
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+            try:
+                yield
+            finally:
+                client.config_set("maxmemory", 0)
 
     def _client(self) -> Any:
         return importlib.import_module("valkey").Valkey(port=self._port)
@@ -158,8 +228,19 @@ class S3Server(SharedService):
         every = [each for each in self.bucket().objects.all() if _is_block(each.key)]
         return {each.key: each.get()["Body"].read() for each in every}
 
-    def replace(self, name: str, data: bytes) -> None:
-        self.bucket().put_object(Key=name, Body=data)
+    def replace(self, objects: Mapping[str, bytes]) -> None:
+        bucket = self.bucket()
+        for name, data in objects.items():
+            bucket.put_object(Key=name, Body=data)
+
+    def tier_name(self, name: str) -> str:
+        return name.removeprefix("kv/")
+
+    def lose_some(self) -> None:
+        """As by a lifecycle rule, which moto knows and does not carry out."""
+        bucket = self.bucket()
+        for name in list(self.objects())[::2]:
+            bucket.Object(name).delete()
 
 
 class MooncakeCluster(SharedService):
@@ -210,9 +291,32 @@ class MooncakeCluster(SharedService):
         with closing(Neighbour(self)) as neighbour:
             return {name: neighbour.client.get(name) for name in names}
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, objects: Mapping[str, bytes]) -> None:
         with closing(Neighbour(self)) as neighbour:
-            neighbour.replace(name, data)
+            for name, data in objects.items():
+                neighbour.replace(name, data)
+
+    def lose_some(self) -> None:
+        before, number = {name for name in self.names() if _is_block(name)}, 0
+        with closing(Neighbour(self)) as neighbour:
+
+            def is_evicted() -> bool:
+                nonlocal number
+                number += 1
+                neighbour.client.put(f"filler/{number}", bytes(MIB))
+                return not before <= set(self.names())
+
+            assert eventually(is_evicted)
+            neighbour.client.remove_by_regex("^filler/", True)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        with closing(Neighbour(self)) as neighbour:
+            neighbour.fill()
+            try:
+                yield
+            finally:
+                neighbour.client.remove_by_regex("^filler/", True)
 
     def names(self) -> list[str]:
         """Of all objects."""

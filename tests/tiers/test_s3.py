@@ -30,9 +30,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     path = program("moto_server")
     services: list[Service] = []
 
-    def run(port: int = 0) -> Service:
+    def run(port: int = 0, *flags: str) -> Service:
         port = port or free_port()
-        command = [path, "-H", "127.0.0.1", "-p", str(port)]
+        command = [path, "-H", "127.0.0.1", "-p", str(port), *flags]
         services.append(Service(command, tmp_path / f"server{len(services)}", port))
         return services[-1]
 
@@ -47,11 +47,12 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_S3_SECRET_ACCESS_KEY", "a-secret-word")
 
 
-def bucket(port: int) -> Any:
-    """A new bucket, as another program sees it."""
+def bucket(port: int, ca: Path | None = None) -> Any:
+    """A new bucket, as another program sees it; over TLS if there is an authority."""
     client = boto3.resource(
         "s3",
-        endpoint_url=f"http://127.0.0.1:{port}",
+        endpoint_url=f"{'https' if ca else 'http'}://127.0.0.1:{port}",
+        verify=str(ca) if ca else None,
         region_name="us-east-1",
         aws_access_key_id="an-id",
         aws_secret_access_key="a-secret-word",
@@ -257,3 +258,19 @@ def test_plain_http_is_used_only_if_the_endpoint_says_so(start: Start) -> None:
     server = start()
     with pytest.raises(TierError):
         open_s3(f"s3://blocks?endpoint=https://127.0.0.1:{server.port}&region=r&timeout=2s")
+
+
+def test_tls_needs_a_certificate_of_the_authority(start: Start, tmp_path: Path, kvkeep) -> None:  # type: ignore[no-untyped-def]
+    for keys in ("ours", "foreign"):
+        done = kvkeep("keygen", "--dir", str(tmp_path / keys), "--host", "127.0.0.1")
+        assert done.returncode == 0, done.stderr
+    ours = tmp_path / "ours"
+    server = start(0, "-c", str(ours / "server.pem"), "-k", str(ours / "server.key"))
+    bucket(server.port, ours / "ca.pem")
+    where = f"s3://blocks/kv?endpoint=https://127.0.0.1:{server.port}&region=us-east-1&timeout=30s"
+    with closing(CheckedTier(open_s3(f"{where}&ca={ours / 'ca.pem'}"))) as tier:
+        assert tier.write([part("a", b"over tls")]) == [True] and read(tier, "a", 8) == b"over tls"
+    with pytest.raises(TierError, match="certificate"):
+        open_s3(f"{where}&ca={tmp_path / 'foreign' / 'ca.pem'}")
+    with pytest.raises(TierError, match="certificate"):
+        open_s3(where)
