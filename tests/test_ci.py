@@ -4,14 +4,19 @@ site of the documentation."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-CI = Path(__file__).parent.parent / ".ci"
+from kvkeep.tiers.tier_address import SCHEMES
+
+ROOT = Path(__file__).parent.parent
+CI = ROOT / ".ci"
 MAKEFILE = """\
 one:
 	@echo "SKIPPED [2] tests/a.py:7: fio is not installed"
@@ -58,6 +63,19 @@ def test_a_service_that_cannot_be_installed_is_said_and_fails_nothing(tmp_path: 
     assert done.returncode == 0
     [said] = [line for line in done.stderr.splitlines() if "NOT INSTALLED" in line]
     assert "fio" in said and "chromium" not in said
+
+
+def test_what_shared_tiers_need_is_installed_so_that_none_of_their_tests_is_skipped() -> None:
+    """Also those with real vLLM."""
+    wanted = [line.partition("#")[0] for line in (CI / "services.sh").read_text().splitlines()]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    [beside_vllm] = re.findall(r"-e '\.\[(.*)\]'", (ROOT / "Makefile").read_text())[1:]
+    for scheme in SCHEMES.values():
+        assert set(scheme.libraries) <= set(" ".join(wanted).split())
+        assert set(extras.get(scheme.extra, ())) <= set(extras["dev"])
+        assert not scheme.extra or scheme.extra in beside_vllm.split(",")
 
 
 # -- the site of the documentation

@@ -25,7 +25,13 @@ BLOCKS = 24
 class Host:
     """A server with 8 MiB of memory and a shared tier, and a client."""
 
-    def __init__(self, tier: str, *more: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tier: str,
+        *more: str,
+        environment: dict[str, str] | None = None,
+        patience: str = "timeout=200",
+    ) -> None:
         self.server = ServerProcess(
             *("--pool-size", "8MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms"),
             *more,
@@ -42,7 +48,7 @@ class Host:
             dtype="float32",
             required=True,
             wait_ms=20_000,
-            options=ClientOptions(lookup_deadline_ms=20_000),
+            options=ClientOptions(lookup_deadline_ms=20_000, tier_patience=patience),
         )
 
     def put(self, conversation: int, salt: str | None = None) -> None:
@@ -91,10 +97,16 @@ def blocks_of(conversation: int) -> NDArray[np.float32]:
 
 
 @contextmanager
-def host(tier: Path | str, *more: str, environment: dict[str, str] | None = None) -> Iterator[Host]:
-    """`tier`: an address, or a directory. `environment`: further variables of the server."""
+def host(
+    tier: Path | str,
+    *more: str,
+    environment: dict[str, str] | None = None,
+    patience: str = "timeout=200",
+) -> Iterator[Host]:
+    """`tier`: an address, or a directory. `environment`: further variables of the server.
+    `patience`: how long its client waits for blocks from the tier."""
     address = tier if isinstance(tier, str) else f"file://{tier}?size=64MiB"
-    made = Host(address, *more, environment=environment)
+    made = Host(address, *more, environment=environment, patience=patience)
     try:
         yield made
     finally:

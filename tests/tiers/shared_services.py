@@ -117,8 +117,11 @@ class SharedDirectory(SharedService):
 
     def kill(self) -> None:
         """As if the file server had lost it, and the mount were broken."""
-        shutil.rmtree(self.directory / "shared", ignore_errors=True)
-        (self.directory / "shared").write_bytes(b"")
+        shared = self.directory / "shared"
+        while not shared.is_file():  # hosts that write may make directories meanwhile
+            shutil.rmtree(shared, ignore_errors=True)
+            with suppress(OSError):
+                shared.write_bytes(b"")
 
     def objects(self) -> dict[str, bytes]:
         paths = [path for path in (self.directory / "shared" / "v1").rglob("*") if path.is_file()]
@@ -159,14 +162,28 @@ class SharedDirectory(SharedService):
 
 
 class ValkeyServer(SharedService):
-    def __init__(self, directory: Path) -> None:
+    """With `keys`, a directory of `kvkeep keygen`, it speaks TLS only."""
+
+    def __init__(self, directory: Path, keys: Path | None = None) -> None:
         self._program = program("valkey-server", "redis-server")
-        self._port = free_port()
-        super().__init__(f"valkey://127.0.0.1:{self._port}/0?timeout=1s", directory)
+        self._port, self._keys = free_port(), keys
+        address = f"{'rediss' if keys else 'valkey'}://127.0.0.1:{self._port}/0?timeout=1s"
+        super().__init__(f"{address}&ca={keys / 'ca.pem'}" if keys else address, directory)
 
     def start(self) -> None:
-        more = ["--bind", "127.0.0.1", "--save", ""]
-        self._run([self._program, "--port", str(self._port), *more], self._port)
+        command = [self._program, "--bind", "127.0.0.1", "--save", ""]
+        if self._keys is None:
+            flags = {"--port": str(self._port)}
+        else:
+            flags = {
+                "--port": "0",
+                "--tls-port": str(self._port),
+                "--tls-cert-file": str(self._keys / "server.pem"),
+                "--tls-key-file": str(self._keys / "server.key"),
+                "--tls-ca-cert-file": str(self._keys / "ca.pem"),
+                "--tls-auth-clients": "no",
+            }
+        self._run([*command, *(word for pair in flags.items() for word in pair)], self._port)
 
     def objects(self) -> dict[str, bytes]:
         with closing(self._client()) as client:
@@ -202,15 +219,21 @@ class ValkeyServer(SharedService):
 
 
 class S3Server(SharedService):
-    def __init__(self, directory: Path) -> None:
+    """With `keys`, a directory of `kvkeep keygen`, it speaks TLS only."""
+
+    def __init__(self, directory: Path, keys: Path | None = None) -> None:
         self._program = program("moto_server")
-        self._port = free_port()
-        self._endpoint = f"http://127.0.0.1:{self._port}"
+        self._port, self._keys = free_port(), keys
+        self._endpoint = f"{'https' if keys else 'http'}://127.0.0.1:{self._port}"
         address = f"s3://blocks/kv?endpoint={self._endpoint}&region=us-east-1"
+        address = f"{address}&ca={keys / 'ca.pem'}" if keys else address
         super().__init__(address, directory, S3_CREDENTIALS)
 
     def start(self) -> None:
-        self._run([self._program, "-H", "127.0.0.1", "-p", str(self._port)], self._port)
+        command = [self._program, "-H", "127.0.0.1", "-p", str(self._port)]
+        if self._keys is not None:
+            command += ["-c", self._keys / "server.pem", "-k", self._keys / "server.key"]
+        self._run(command, self._port)
         self.bucket()
 
     def bucket(self) -> Any:
@@ -218,6 +241,7 @@ class S3Server(SharedService):
         client = importlib.import_module("boto3").resource(
             "s3",
             endpoint_url=self._endpoint,
+            verify=str(self._keys / "ca.pem") if self._keys else None,
             region_name="us-east-1",
             aws_access_key_id="an-id",
             aws_secret_access_key="a-secret-word",
@@ -386,9 +410,9 @@ _MAKERS: dict[str, type[SharedService] | Any] = {
 
 
 @contextmanager
-def service(kind: str, directory: Path) -> Iterator[Any]:
+def service(kind: str, directory: Path, **options: Any) -> Iterator[Any]:
     """A running service of this kind."""
-    made = _MAKERS[kind](directory)
+    made = _MAKERS[kind](directory, **options)
     try:
         made.start()
         yield made

@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +21,19 @@ from shared_hosts import BLOCKS, Host, blocks_of, host, tokens_of
 from shared_services import KINDS, SharedService, service
 
 from kvkeep.cli.remote import ask
+from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.clock import eventually
 from kvkeep.tiers.tier_keys import new_tier_keys
 
 
 @pytest.fixture(params=[kind for kind in KINDS if kind != "file"])
 def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedService]:
+    with service(request.param, tmp_path) as started:
+        yield started
+
+
+@pytest.fixture(params=KINDS)
+def every_kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedService]:
     with service(request.param, tmp_path) as started:
         yield started
 
@@ -72,9 +81,9 @@ def test_an_object_store_has_several_blocks_in_an_object(
 
 
 def test_what_a_host_stored_before_it_vanished_is_found_within_six_seconds(
-    running: SharedService,
+    every_kind: SharedService,
 ) -> None:
-    with using(running) as one, using(running) as two:
+    with using(every_kind) as one, using(every_kind) as two:
         two.put(2)
         assert two.written(BLOCKS), "it knows what the tier lacks"
         assert two.get(1) == 0
@@ -97,6 +106,87 @@ def test_a_password_is_used_and_never_shown(tmp_path: Path) -> None:
         assert one.written(BLOCKS) and two.has(1)
         shown = [ask(one.server.http, path) for path in ("/v1/status", "/v1/tiers", "/v1/settings")]
         assert word not in json.dumps(shown) + one.server.log()
+
+
+@contextmanager
+def writing(one: Host, salt: str, first: int) -> Iterator[list[int]]:
+    """Stores conversations, one after the other. Those that are stored so far."""
+    stored: list[int] = []
+    ends = threading.Event()
+
+    def write() -> None:
+        conversation = first
+        while not ends.wait(0.05):
+            # Some of its blocks may be cleared meanwhile.
+            one.cache.put(tokens_of(conversation), blocks_of(conversation), salt=salt)
+            stored.append(conversation)
+            conversation += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        try:
+            yield stored
+        finally:
+            ends.set()
+            writer.result()
+
+
+def test_a_clear_leaves_nothing_to_reach_while_another_host_writes(
+    every_kind: SharedService,
+) -> None:
+    """What the writer stores after the clear is new. Requests wait for the tier as long as it
+    takes: nothing is missed for want of time."""
+
+    def patient() -> AbstractContextManager[Host]:
+        environment = every_kind.environment
+        pool = ("--pool-size", "64MiB")
+        return host(every_kind.address, *pool, environment=environment, patience="wait")
+
+    cleared: list[int] = []
+    with patient() as one, patient() as two:
+        for clearing, first in ((two, 10), (one, 100)):
+            with writing(one, "blue", first) as stored:
+                assert eventually(lambda stored=stored: len(stored) >= 3)
+                assert two.has(stored[0], "blue"), "it is in the tier, and in both memories"
+                before = stored[:]
+                assert clearing.clear(tenant_of("blue")) == []
+                assert not any(two.get(each, "blue") for each in before)
+            assert not any(one.get(each, "blue") for each in before)
+            cleared += before
+        # A write that began before the clear ends after it.
+        (mover,) = one.movers()
+        os.kill(mover, signal.SIGSTOP)
+        one.put(200, "blue")
+        assert eventually(lambda: one.tier()["in_flight_bytes"] > 0)
+        assert two.clear(tenant_of("blue")) == [name_of(one)]
+        os.kill(mover, signal.SIGCONT)
+        assert eventually(lambda: one.get(200, "blue") == 0), "it has not heard"
+        assert eventually(lambda: one.tier()["in_flight_bytes"] == 0)
+        assert two.get(200, "blue") == 0
+        one.put(300, "blue")
+        with patient() as three:
+            assert three.has(300, "blue"), "what was stored after the clear"
+            assert not any(three.get(each, "blue") for each in (*cleared, 200))
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_hosts_share_over_tls_and_refuse_a_service_of_another_authority(
+    kind: str, tmp_path: Path, kvkeep: Callable[..., Any]
+) -> None:
+    for name in ("ours", "foreign"):
+        done = kvkeep("keygen", "--dir", str(tmp_path / name), "--host", "127.0.0.1")
+        assert done.returncode == 0, done.stderr
+    with service(kind, tmp_path, keys=tmp_path / "ours") as running:
+        with using(running) as one, using(running) as two:
+            one.put(1)
+            assert one.written(BLOCKS) and two.has(1)
+        foreign = running.address.replace(f"{tmp_path}/ours", f"{tmp_path}/foreign")
+        with host(foreign, environment=running.environment) as stranger:
+            stranger.put(2)
+            assert stranger.get(1) == 0 and stranger.get(2) == BLOCKS, "memory"
+            assert eventually(lambda: stranger.tier()["state"] == "set aside")
+            problem = stranger.tier()["problem"].lower()
+            assert "certificate" in problem, problem
 
 
 def test_a_killed_service_costs_its_blocks_and_is_used_again(running: SharedService) -> None:
@@ -150,6 +240,12 @@ def test_a_stalled_service_costs_its_blocks_and_is_used_again(running: SharedSer
         assert eventually(lambda: one.get(3) == BLOCKS), "what was stored meanwhile is written"
 
 
+def name_of(each: Host) -> str:
+    """By which other hosts know it."""
+    kept = each.server.state_dir / each.server.name / "shared-tier.json"
+    return str(json.loads(kept.read_text())["host"])
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     with host(tmp_path / "kv") as one, host(tmp_path / "kv") as two:
@@ -186,9 +282,7 @@ def test_a_clear_waits_for_the_other_hosts_and_names_those_it_cannot_reach(
     assert two.get(1) == 0, "it has confirmed before the command has returned"
     two.cache.close()
     two.server.stop(signal.SIGKILL)
-    (unreached,) = one.clear("default")
-    kept = two.server.state_dir / two.server.name / "shared-tier.json"
-    assert json.loads(kept.read_text())["host"] == unreached
+    assert one.clear("default") == [name_of(two)]
     two.server.start()
     assert eventually(lambda: one.clear("default") == [])
 
