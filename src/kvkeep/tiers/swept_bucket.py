@@ -3,6 +3,7 @@ host has a turn at a time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from kvkeep.tiers.sweeper import MOST_NOTE_BYTES, Note, Stored
 BLOCKS = "v1"
 _CONTROL = "v1/control/"
 _HINT = "look at the service, its permissions and the network between"
+_CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(\w+)")  # in the library's text
 _KEYS_A_LIST = 1000  # what a service returns at most
 
 
@@ -83,4 +85,9 @@ def as_tier_errors() -> Iterator[None]:
     except (BaseError, OSError, ValueError) as error:
         # The library's text goes on with the whole answer, and may quote the request.
         text = str(error).partition("\n")[0][:300]
+        if refused := _CERTIFICATE.search(str(error)):
+            raise TierError(
+                f"the object store failed: its certificate was refused: {refused[1]}",
+                "?ca= names the file with the authority that has signed it",
+            ) from error
         raise TierError(f"the object store failed: {text}", _HINT) from error
