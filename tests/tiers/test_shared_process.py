@@ -117,6 +117,8 @@ def writing(one: Host, salt: str, first: int) -> Iterator[list[int]]:
     def write() -> None:
         conversation = first
         while not ends.wait(0.05):
+            if one.tier()["to_write_chains"] > 4:
+                continue  # on a busy machine: it would leave memory before it is written
             # Some of its blocks may be cleared meanwhile.
             one.cache.put(tokens_of(conversation), blocks_of(conversation), salt=salt)
             stored.append(conversation)
