@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from kvkeep.cli.remote import ask
 
 WAITS = {"kvkeep.tier_patience": "wait"}
 BLOCK_TOKENS = 32
-TRIES = 3  # on a busy machine
 
 
 def counts(server: Server) -> dict[str, Any]:
@@ -59,47 +57,28 @@ def test_another_engine_loads_from_disk_what_memory_has_lost(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_on_another_host_hits_within_six_seconds_of_the_firsts_end(
+def test_an_engine_on_another_host_loads_what_the_first_has_shared(
     plain: Replica, one: Replica, two: Replica, tmp_path: Path, kind: str
 ) -> None:
-    """The other host uses the tier all the while. Its requests wait for the tier, but not at all
-    costs: what no host seems to have written they do not wait for."""
-    patience = {"kvkeep.tier_patience": "timeout=10000"}
+    tokens, other = prompt(400), prompt(100)
+    computing = plain.use("llama")
+    expected = tokens_of(computing.serve([request(tokens), request(other)]))
+    blocks = len(tokens) // BLOCK_TOKENS
     with service(kind, tmp_path) as running:
         flags, more = (*POOL, "--tier", running.address), running.environment
-        with Server(*flags, environment=more) as second:
-            loading = two.use("llama", second, extra=patience)
-            own = prompt(400)
-            loading.serve([request(own)])
-            blocks = len(own) // BLOCK_TOKENS
-            assert eventually(lambda: counts(second)["written_blocks"] >= blocks), "write-behind"
-
-            def is_hit_in_time() -> bool:
-                prompts = [prompt(400) for _ in range(6)]
-                expected = tokens_of(plain.use("llama").serve([request(each) for each in prompts]))
-                with Server(*flags, environment=more) as first:
-                    storing = one.use("llama", first)
-                    answers = storing.serve([request(each) for each in prompts])
-                    assert tokens_of(answers) == expected
-                    storing.close_engine()
-                    stored = len(prompts) * blocks
-                    assert eventually(lambda: counts(first)["written_blocks"] >= stored)
-                    first.stop(signal.SIGKILL)
-                    ended_s = time.monotonic()
-                for tokens, right in zip(prompts, expected, strict=True):
-                    before = counts(second)["promoted_blocks"]
-                    [answer] = loading.serve([counting(tokens)])
-                    assert answer.tokens == right
-                    if answer.extra == blocks * BLOCK_TOKENS:
-                        assert counts(second)["promoted_blocks"] == before + blocks
-                        return time.monotonic() < ended_s + 6
-                    time.sleep(0.5)
-                return False
-
-            assert any(is_hit_in_time() for _ in range(TRIES))
-            other = prompt(100)
-            expected = tokens_of(plain.use("llama").serve([request(other)]))
-            [answer] = loading.serve([counting(other)])
-            assert answer.tokens == expected[0] and answer.extra == 0
+        with Server(*flags, environment=more) as first, Server(*flags, environment=more) as second:
+            storing = one.use("llama", first)
+            assert tokens_of(storing.serve([request(tokens)])) == expected[:1]
+            storing.close_engine()
+            assert eventually(lambda: counts(first)["written_blocks"] >= blocks), "write-behind"
+            first.stop(signal.SIGKILL)
+            loading = two.use("llama", second, extra=WAITS)
+            # While a job takes long, on a busy machine above all, requests do not wait for the tier.
+            assert eventually(lambda: ask(second.http, "/v1/tiers")[0]["state"] == "ok")
+            [answer] = loading.serve([counting(tokens)])
+            answers = [answer, *loading.serve([counting(other)])]
+            assert tokens_of(answers) == expected
+            assert [each.extra for each in answers] == [blocks * BLOCK_TOKENS, 0]
+            assert counts(second)["promoted_blocks"] == blocks
             assert at_rest(second)
             loading.close_engine()
