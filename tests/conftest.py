@@ -85,8 +85,6 @@ QUICK = (
     "vllm/test_trap_07_a_restart_goes_unnoticed.py",
     "vllm/test_connector_tenants.py",
 )
-# A Mooncake cluster of real processes takes long where the processor is shared.
-NIGHTLY_PARAMETERS = ("[mooncake]",)
 NIGHTLY: tuple[str, ...] = (
     "bench/test_plan.py::test_on_a_real_trace",
     "bench/test_shared_tier.py::test_two_runs",
@@ -125,7 +123,7 @@ def _is_in(tier: str, item: pytest.Item) -> bool:
     name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
     if tier == "quick":
         return not name.startswith((*SLOW, *NIGHTLY)) or name.startswith(QUICK)
-    return tier == "nightly" or not (name.startswith(NIGHTLY) or name.endswith(NIGHTLY_PARAMETERS))
+    return tier == "nightly" or not name.startswith(NIGHTLY)
 
 
 @pytest.fixture(scope="session")

@@ -114,8 +114,8 @@ Objects = Mapping[str, bytes]
 @dataclass(frozen=True)
 class Fault:
     """`begin` damages a service, or those objects of it that have one prompt, for as long as its
-    block lasts. `hit`: tokens of that prompt that come from the tier all the same; None: any number.
-    `is_shown`: whether operators see it. `stays`: the objects are not removed."""
+    block lasts. `hit`: tokens of that prompt that come from the tier all the same; None: any
+    number. `is_shown`: whether operators see it. `stays`: the objects are not removed."""
 
     begin: Callable[[SharedService, Objects], AbstractContextManager[None]]
     hit: int | None = 0
