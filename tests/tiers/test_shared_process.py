@@ -187,8 +187,12 @@ def test_hosts_share_over_tls_and_refuse_a_service_of_another_authority(
         with host(foreign, environment=running.environment) as stranger:
             stranger.put(2)
             assert stranger.get(1) == 0 and stranger.get(2) == BLOCKS, "memory"
-            assert eventually(lambda: "certificate" in stranger.tier()["problem"]), stranger.tier()
-            assert stranger.tier()["state"] == "set aside"
+            assert eventually(
+                lambda: (
+                    (shown := stranger.tier())["state"] == "set aside"
+                    and "certificate" in shown["problem"]
+                )
+            ), stranger.tier()
 
 
 def test_a_killed_service_costs_its_blocks_and_is_used_again(running: SharedService) -> None:
