@@ -86,6 +86,7 @@ QUICK = (
     "vllm/test_connector_tenants.py",
 )
 NIGHTLY: tuple[str, ...] = (
+    "e2e/test_fencing.py::test_without_the_fence",
     "bench/test_plan.py::test_on_a_real_trace",
     "bench/test_shared_tier.py::test_two_runs",
     "chaos/test_real.py",

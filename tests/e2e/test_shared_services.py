@@ -335,8 +335,8 @@ def test_a_fault_costs_hits_of_the_tier_and_nothing_else(
     fault = FAULTS[name]
     try:
         check(hosts.of(kind, fault.is_encrypted), fault)
-    except BaseException:
-        hosts.close()  # the next fault gets others
+    except BaseException:  # guard: raised again; the next fault gets other hosts
+        hosts.close()
         raise
 
 
