@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kvkeep.server import movement as server_movement
@@ -18,7 +17,7 @@ from kvkeep.server.shared import Shared, tenant_digest
 from kvkeep.server.startup import SharedFiles
 from kvkeep.store.layouts import Layout
 from kvkeep.store.store import Store
-from kvkeep.tiers.clear_log import ALL, START, Entry, chained
+from kvkeep.tiers.clear_log import START, Entry, chained
 from kvkeep.tiers.mover import Find, Job, Mover, Result, SyncClears
 from kvkeep.tiers.opening import SharedPlace
 from kvkeep.tiers.summaries import Shown
@@ -30,6 +29,7 @@ class Process:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.sent: list[Job] = []
         self.is_alive = True
         self.hangs = False
         self.is_closed = False
@@ -48,6 +48,7 @@ class Process:
 
     def send(self, job: Job) -> bool:
         self.jobs.append(job)
+        self.sent.append(job)
         return True
 
     def kill(self, problem: str) -> None:
@@ -217,7 +218,7 @@ def test_what_a_log_has_lost_while_a_host_was_away_counts_as_cleared(
     assert read_log(returning, after=4)[0].awaited == 0
 
 
-def test_what_only_a_host_may_know_that_does_not_come_back_counts_as_cleared(
+def test_a_host_that_does_not_come_back_is_waited_for_and_then_named(
     returning: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     read_log(returning, BEGIN)
@@ -227,10 +228,11 @@ def test_what_only_a_host_may_know_that_does_not_come_back_counts_as_cleared(
     for _ in range(118):
         returning.now_s += 1
         assert read_log(returning, after=4, lacking=["three"])[1] == []
+    assert "did not come back" not in caplog.text
     returning.now_s += 3
-    assert read_log(returning, after=4, lacking=["three"])[1] == [ALL]
-    assert "that only three may know" in caplog.text
-    assert read_log(returning, after=4, lacking=["three"])[1] == [], "once"
+    for _ in range(2):
+        assert read_log(returning, after=4, lacking=["three"])[1] == [], "memory and disks stay"
+    assert caplog.text.count("and three, which may know more of it, did not come back") == 1
 
 
 def test_a_host_that_finds_that_others_did_not_know_asks_them_too(returning: World) -> None:
@@ -280,40 +282,6 @@ def test_a_generation_that_was_lost_is_not_used_for_another_clear(
     assert len(set(places)) == 3, "each is the first entry of its log"
 
 
-def test_a_host_that_has_left_is_behind_until_it_has_carried_out_the_log(
-    world: World, tmp_path: Path
-) -> None:
-    assert world.tier.leave(9) is None, "it does not know the clears yet"
-    read_log(world, BEGIN, ONE)
-    read_log(world, after=2)
-    assert not world.tier.is_behind
-    job = world.tier.leave(9)
-    assert isinstance(job, SyncClears) and job.leaves
-    after = World(tmp_path)
-    assert after.tier.is_behind
-    taken = after.tier.take_records(1)
-    assert taken is not None
-    after.tier.wrote(taken[1], Result(1, clears=[BEGIN, ONE, TWO]))
-    assert after.tier.is_behind
-    assert after.tier.take_heard() == ["b"]
-    assert after.tier.is_behind, "it is being carried out"
-    after.tier.heard_is_cleared()
-    assert not after.tier.is_behind
-    read_log(after, after=3)
-    assert not World(tmp_path).tier.is_behind, "a killed server has not left"
-
-
-def server_with_a_block(world: World) -> tuple[Movement, Store]:
-    """It has adopted a block of the tenant `tenant`."""
-    store = Store(1 << 20, 1 << 20)
-    store.add_slabs(0, 1)
-    store.open_session(1)
-    layout = store.open_layout(1, b"layout", (4096,))
-    store.prepare_store(1, 1, "tenant", layout.number, None, b"", bytes(range(16)), 0)
-    store.complete_store(1, 1, np.ones((1, 1), np.uint64), 0)
-    return Movement(store, [], [world.tier], lambda: 0), store
-
-
 def answering(*entries: Entry) -> Callable[[Job], Result]:
     """A process of a tier that has these clears."""
 
@@ -324,38 +292,31 @@ def answering(*entries: Entry) -> Callable[[Job], Result]:
     return answer
 
 
-@pytest.mark.parametrize("is_answered", [True, False])
-def test_a_server_that_had_left_serves_nothing_that_was_cleared_meanwhile(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_server_that_keeps_nothing_leaves_the_list_of_hosts(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_disk: bool
 ) -> None:
     def sleep(seconds: float) -> None:
         world.now_s += seconds
 
     simulated = SimpleNamespace(monotonic=lambda: world.now_s, sleep=sleep)
     monkeypatch.setattr(server_movement, "time", simulated)
-    cleared = Entry(tenant_digest("tenant"), "1")
-    world.processes[0].answer = answering(BEGIN)
-    movement, store = server_with_a_block(world)
-    movement.hear_first(lambda: int(1000 * world.now_s))
-    assert holding(store) == {"tenant"}, "it had not left"
-    movement.turn(int(1000 * world.now_s))
-    movement.turn(int(1000 * world.now_s))
+    process = world.processes[0]
+    process.answer = answering(BEGIN)
+    disks: list[Any] = []
+    movement = Movement(Store(1 << 20, 1 << 20), disks, [world.tier], lambda: 0)
     movement.leave()
-
-    after = World(tmp_path)
-    after.now_s = world.now_s
-    if is_answered:
-        after.processes[0].answer = answering(BEGIN, cleared)
-    movement, store = server_with_a_block(after)
-    began_s = world.now_s
-    movement.hear_first(lambda: int(1000 * world.now_s))
-    assert not holding(store)
-    assert (world.now_s - began_s < 1) == is_answered
+    assert not leaving(process), "it does not know the clears yet"
+    for _ in range(3):
+        movement.turn(int(1000 * world.now_s))
+    if has_disk:
+        disks.append(None)
+    movement.leave()
+    assert len(leaving(process)) == (0 if has_disk else 1)
 
 
-def holding(store: Store) -> set[str]:
-    """The tenants of which a lookup could find a block."""
-    return {tenant.name for tenant in store.tenants if tenant.index}
+def leaving(process: Process) -> list[Job]:
+    return [job for job in process.sent if isinstance(job, SyncClears) and job.leaves]
 
 
 def test_what_is_to_be_removed_is_known_to_the_next_server_until_it_is_gone(

@@ -151,8 +151,6 @@ class Daemon:
         gc.freeze()  # what exists at the start stays: no collection need look at it again
         size = format_size(self.pool.pool_bytes)
         log.info("serving on %s, pool %s in %s", self.address, size, self.pool.directory)
-        if self.movement is not None:
-            self.movement.hear_first(self.now_ms)
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
@@ -168,8 +166,6 @@ class Daemon:
         self._is_over = True
         while not self._duties.empty():
             self._duties.get()()
-        if self.movement is not None:
-            self.movement.leave()
         log.info("stopped")
 
     def stop(self) -> None:
@@ -219,7 +215,13 @@ class Daemon:
             self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # before the pool's directory is removed
+        blocks = len(self.store.blocks.table) if hasattr(self, "store") else None
+        keep = keep and self.pool.is_kept and blocks != 0
+        if not keep:
+            self.pool.leave_nothing()
         if self.movement is not None:
+            if self._is_over and not keep:
+                self.movement.leave()
             self.movement.close(self.now_ms())
         if hasattr(self, "_listeners"):
             self._listeners.close()
@@ -230,16 +232,12 @@ class Daemon:
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
-        blocks = len(self.store.blocks.table) if hasattr(self, "store") else None
-        keep = keep and self.pool.is_kept and blocks != 0
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
             text = "%d blocks stay in %s for the next server; `rm -r %s` removes them"
             log.info(text, blocks, self.pool.directory, self.pool.directory)
-        if not keep:
-            if blocks:
-                log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", blocks)
-            self.pool.leave_nothing()
+        elif not keep and blocks:
+            log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", blocks)
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
         self.pool.close(keep=keep)

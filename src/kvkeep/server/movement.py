@@ -58,7 +58,6 @@ _FAULTS_IN_A_ROW = 8  # after which a tier is set aside
 _LOG_INTERVAL_MS = 1000  # between records without blocks
 INSISTS_MS = 5000  # a request that is willing to wait so long
 MOST_SILENCE_S = 1.0  # between two turns
-_HEAR_WITHIN_S = 10.0  # of clears, before a server that had left the list of hosts serves
 _LEAVE_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.01
 _MOST_SPANS = 16  # of requests that wait for one promotion
@@ -424,25 +423,12 @@ class Movement:
         elif tier.mover.oldest_s > _STALLED_S and not tier.mover.problem:
             tier.put_aside(f"it did not answer for {_STALLED_S:g} s")
 
-    def hear_first(self, now_ms: Callable[[], int]) -> None:
-        """Before the server serves blocks of an earlier one that was not waited for by clears: carries
-        out the clears since. If a tier does not tell them in time, the blocks are cleared."""
-        deadline = time.monotonic() + _HEAR_WITHIN_S
-        while any(tier.is_behind for tier in self._shared) or self.is_held:
-            if time.monotonic() > deadline and not self.is_held:
-                log.warning("clears of tenants are not known: all blocks of before are cleared")
-                self._begin_to_clear([ALL])
-                while self.is_held:
-                    self._clear_many()
-                return
-            self.turn(now_ms())
-            time.sleep(_LOOK_EVERY_S)
-
     def leave(self) -> None:
-        """Takes this host out of the list of those that share a tier. The server serves nothing any
-        more."""
+        """Takes this host out of the list of those that share a tier, so that no clear waits for it.
+        The server has ended and keeps nothing in memory. A host with disks stays in the list: clears
+        have to name it, because its disks may have blocks of that tenant."""
         deadline = time.monotonic() + _LEAVE_WITHIN_S
-        for tier in self._shared:
+        for tier in self._shared if not self.disks else ():
             number = self._next_number()
             job = tier.leave(number)
             is_waiting = job is not None and tier.mover.send(job)

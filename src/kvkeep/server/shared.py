@@ -12,8 +12,8 @@ have forgotten what they wrote.
 Once a second the process reads which tenants were cleared, on whichever host (`SharedLog`). A server
 that could not read that for five seconds was away: it neither reads nor writes blocks until it has read
 all of the log. If the log has lost entries meanwhile, there may have been clears that the server
-cannot know: it ends all generations (START), and clears its memory and disks unless all hosts that it
-knows confirm within two minutes that the log has what they know.
+cannot know: it ends all generations (START), and waits up to two minutes until all hosts that it knows
+have appended what they know.
 
 A tier that stalls or fails is set aside, its process is killed, and after a pause a new process asks
 it something. It is used again when it answers. Memory and disks go on meanwhile."""
@@ -141,7 +141,6 @@ class Shared(LowerTier):
         self._seen = dict.fromkeys(before.entries.get(name, []))  # in the log, at any time
         self._others = before.others.get(name, [])  # hosts that used the tier when it was read last
         self._to_remove = before.to_remove.get(name, [])  # digests of tenants with older blocks
-        self._has_left = name in before.left  # the list of hosts: no clear waited for this server
         self._is_unsaved = False
         self._is_new = name not in before.carried_out
         self._is_away = True  # may have missed clears since the log was read last
@@ -450,7 +449,6 @@ class Shared(LowerTier):
             if self._is_unsure and not self._is_new:
                 self._returned = len(self._entries)
                 self._return_until_s = time.monotonic() + _RETURN_WITHIN_S
-            self._is_unsaved |= self._has_left
             self._is_unsure = self._is_new = False
         else:
             self._end_return(syncing, result)
@@ -466,14 +464,13 @@ class Shared(LowerTier):
             self._returned, self._is_unsaved = 0, True
         elif time.monotonic() > self._return_until_s:
             log.warning(
-                "%s %s has lost clears of tenants that only %s may know: all blocks in memory and "
-                "on disks are cleared",
+                "%s %s has lost its log of clears, and %s, which may know more of it, did not come "
+                "back: clear again what was cleared when `kvkeep tenants clear` named this host",
                 self.kind,
                 self.name,
-                ", ".join(result.lacking) or "other hosts",
+                ", ".join(result.lacking) or "another host",
             )
             self._returned, self._is_unsaved = 0, True
-            self._heard.append(ALL)
 
     def _take_removed(self, removed: list[str]) -> None:
         if removed:
@@ -494,12 +491,6 @@ class Shared(LowerTier):
         self._carried_out = self._awaited = self._returned = 0
         self._is_reading_anew = True
         self._read_s = -_CLEARS_HOLD_S
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether blocks of an earlier server may be of tenants that were cleared after it had left
-        the list of hosts."""
-        return self._has_left and not (self._knows_clears and self._is_up_to_date)
 
     @property
     def _is_up_to_date(self) -> bool:
@@ -527,7 +518,7 @@ class Shared(LowerTier):
         if self._is_unsaved and self._is_up_to_date:
             # While other hosts may know clears that this one does not, what was saved before stays:
             # the next server has to ask them, too.
-            self._has_left = self._is_unsaved = False
+            self._is_unsaved = False
             self._save()
         self._is_syncing = True
         awaited = max(self._awaited, self._returned)
@@ -546,11 +537,10 @@ class Shared(LowerTier):
         return job, _Syncing(time.monotonic(), awaited)
 
     def leave(self, number: int) -> Job | None:
-        """The job that takes this host out of the list, because the server ends and serves nothing
-        any more. What it leaves is used again when the log was read (`is_behind`)."""
+        """The job that takes this host out of the list, because the server ends and keeps no
+        block."""
         if self.set_aside or not (self._knows_clears and self._is_up_to_date):
             return None
-        self._has_left = True
         self._carried_out, self._carried_digest = len(self._entries), self._digest
         self._save()
         return SyncClears(number, 0, [], self._host, 0, leaves=True)
@@ -565,7 +555,6 @@ class Shared(LowerTier):
             {name: self._entries[: self._carried_out][-_MOST_KEPT:]},
             {name: self._others},
             {name: self._to_remove},
-            [name] if self._has_left else [],
         )
         _save(self._kept_at, kept)
 
@@ -652,8 +641,8 @@ class RecentKeys:
 
 class _Kept(msgspec.Struct, frozen=True):
     """What the next server needs: by which name other hosts know this one; and by tier: how many
-    clears were carried out here, their digest, the last of them, the other hosts, digests of tenants
-    of which older blocks are to be removed, and the tiers whose list of hosts this one has left."""
+    clears were carried out here, their digest, the last of them, the other hosts, and digests of
+    tenants of which older blocks are to be removed."""
 
     host: str
     carried_out: dict[str, int]
@@ -661,7 +650,6 @@ class _Kept(msgspec.Struct, frozen=True):
     entries: dict[str, list[Entry]] = {}
     others: dict[str, list[str]] = {}
     to_remove: dict[str, list[str]] = {}
-    left: list[str] = []
 
 
 def _load(path: Path) -> _Kept:
