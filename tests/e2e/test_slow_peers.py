@@ -170,7 +170,7 @@ HTTP_CLIENTS, AT_ONCE = 512, 64
 OF_THE_LARGEST = 48  # clients that ask for the largest answer: 166 MiB together
 TENANTS = 10_000
 UNREAD_KIB = 64 * KIB  # of all answers that are not read
-COPIES = 4  # of an answer that is worked on: its rows, its text, its parts
+COPIES = 5  # of an answer that is worked on: its rows, text and parts, and what malloc keeps
 
 
 def asked(http: str, path: str) -> tuple[int, int]:

@@ -163,8 +163,9 @@ def test_a_faulty_disk_is_a_miss_that_operators_see(
                 assert server.resident_bytes() < before + MOST_GROWTH
                 assert eventually(lambda: fault.is_shown(tier_of(server))), tier_of(server)
                 assert bystander.is_served_from_memory()
-                shown = kvkeep("tiers", "--http", server.http).stdout
-                assert fault.text in shown, shown
+                assert eventually(
+                    lambda: fault.text in kvkeep("tiers", "--http", server.http).stdout
+                ), kvkeep("tiers", "--http", server.http).stdout
         assert at_rest(server), "a lease or a write outlived the fault"
 
 
