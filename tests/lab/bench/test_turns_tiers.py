@@ -17,7 +17,7 @@ def test_blocks_on_the_disk_come_up_and_others_go_down() -> None:
         movement, layout = world.movement, world.layout
         assert movement.coming(1, "t", layout, low, 0, 0, 0, False)[0] == 300
         movement.coming(1, "t", layout, high, 300, 0, 0, False)
-        while movement.has_to_do:
+        while movement.has_to_do or any(tier.jobs for tier in movement.tiers):
             movement.turn(0)
         assert world.store.lookup(1, 1, "t", layout, low, 0, 0).blocks == 300
         assert world.index.known("t", high) == 300
