@@ -200,14 +200,14 @@ def test_anything_else_does_not_and_is_told_the_remedy(given: str) -> None:
         check_token({}, b"")
 
 
-def test_a_token_that_was_set_is_asked_for_on_every_path_but_health() -> None:
+def test_a_token_that_was_set_is_asked_for_on_every_path_but_few() -> None:
     turned_away: list[int] = []
     options: dict[str, Any] = {"access": EVERYTHING, "on_bad_token": lambda: turned_away.append(1)}
     good = {"host": "localhost", **WITH_TOKEN}
     for path in (
         "/v1/status",
         "/metrics",
-        "/",
+        "/openapi.json",
         "/healthz/",
         "/healthz/../v1/status",
         "//healthz",
@@ -217,7 +217,7 @@ def test_a_token_that_was_set_is_asked_for_on_every_path_but_health() -> None:
         assert status == 401 and json.loads(said)["error"] == "unauthorized"
         assert through("GET", good, path=path, **options)[0] == 200
     assert len(turned_away) == 7
-    for path in ("/healthz", "/readyz"):
+    for path in ("/healthz", "/readyz", "/"):  # the last leads to the dashboard
         assert through("GET", {"host": "localhost"}, path=path, **options)[0] == 200
     assert through("PUT", {**good, "origin": "http://other.example"}, **options)[0] == 403, (
         "the other checks stay"
