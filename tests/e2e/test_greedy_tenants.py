@@ -1,4 +1,4 @@
-"""Tenants that take all they can: by network sessions, against a real server. Other tenants get what
+"""Tenants that take all they can: by network sessions, against a real server. Others get what
 their quotas promise, and no turn of the server's loop does more than its share of the work."""
 
 from __future__ import annotations
