@@ -70,6 +70,20 @@ def test_each_size_is_written_and_read_and_nothing_is_left(
         assert min(row["gbps"], row["floor_gbps"], row["fraction_of_floor"]) > 0
 
 
+def test_all_rounds_fit_into_a_tier_that_keeps_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "lookup_times", lambda *_, **__: {"moved_gbps": 1.0})
+    rows = tier.run(
+        f"file://{tmp_path}?size=256MiB",
+        block_bytes=(MIB,),
+        total_bytes=64 * MIB,
+        rounds=6,
+        hits=False,
+    )["rows"]
+    assert all(row["gbps"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_stored_with_a_salt_of_a_run_is_removed_and_nothing_else(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

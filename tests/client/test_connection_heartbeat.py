@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
@@ -56,25 +57,6 @@ def test_who_waits_for_nothing_need_not_be_polled_often(simulation: Make) -> Non
     assert connection.rest_s > short_s
 
 
-def test_one_thread_keeps_all_connections() -> None:
-    polled: list[str] = []
-    kept = [Polled(polled, name) for name in "abc"]
-    for each in kept:
-        Heartbeat.keep(each)  # type: ignore[arg-type]
-    assert eventually(lambda: {"a", "b", "c"} <= set(polled))
-    assert sum(thread.name == "kvkeep-heartbeat" for thread in threading.enumerate()) == 1
-
-
-class Polled:
-    rest_s = 0.0
-
-    def __init__(self, polled: list[str], name: str) -> None:
-        self.polled, self.name = polled, name
-
-    def poll(self) -> None:
-        self.polled.append(self.name)
-
-
 def test_a_dropped_connection_is_not_kept_alive_and_its_lock_falls(simulation: Make) -> None:
     sim = simulation(shared_memory=True)
     sim.connected()
@@ -89,15 +71,25 @@ def test_a_dropped_connection_is_not_kept_alive_and_its_lock_falls(simulation: M
     assert not sim.store.sessions
 
 
-AFTER_A_FORK = """
+POLLED = """
 import os, threading
 from kvkeep.client.connection import Heartbeat
 
 class Polled:
-    rest_s = 0.0
+    rest_s, background = 0.0, None
     def __init__(self): self.seen = threading.Event()
     def poll(self): self.seen.set()
+    def close(self): pass
 
+"""
+SEVERAL = """
+kept = [Polled() for _ in range(3)]
+for each in kept:
+    Heartbeat.keep(each)
+assert all(each.seen.wait(30) for each in kept)
+assert [each.name for each in threading.enumerate()].count("kvkeep-heartbeat") == 1
+"""
+AFTER_A_FORK = """
 before = Polled()
 Heartbeat.keep(before)
 assert before.seen.wait(30)
@@ -110,8 +102,9 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_gets_a_keeper_of_its_own() -> None:
-    assert (
-        subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_A_FORK], check=False).returncode
-        == 0
-    )
+@pytest.mark.parametrize(
+    "program", [SEVERAL, AFTER_A_FORK], ids=["one for all connections", "one of its own in a fork"]
+)
+def test_a_process_has_one_keeper(program: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", POLLED + program]
+    assert subprocess.run(command, check=False).returncode == 0

@@ -109,7 +109,7 @@ class ChaosRun:
         sys.unraisablehook, before = _ignoring_the_killed(sys.unraisablehook), sys.unraisablehook
         gc.disable()  # what is found to be gone, and when, is no matter of the seed
         simulated = ExitStack()
-        simulated.enter_context(in_simulated_time(self._simulation))
+        simulated.enter_context(in_simulated_time(self._simulation, self._plan.seed))
         try:
             self._set_up(directory)
             self._simulation.run(self._plan.duration_ms * 1000)

@@ -28,6 +28,7 @@ from kvkeep.client import loads, worker
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.engine import engine
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.server import sessions
 from kvkeep.server import shared as shared_tier
 from kvkeep.server.lower_tier import LowerTier, Promotion, ReadJob, WriteJob
 from kvkeep.server.movement import INSISTS_MS, Movement
@@ -35,7 +36,7 @@ from kvkeep.server.shared import RecentKeys, Shared
 from kvkeep.server.startup import _FIRST_MOVER, SharedFiles
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import READY
-from kvkeep.tiers import clear_log, shared_process, summaries
+from kvkeep.tiers import clear_log, shared_process, summaries, tier_keys
 from kvkeep.tiers.checked_tier import CheckedTier
 from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import Fetch, Job, Result, Share
@@ -60,12 +61,30 @@ _CLEAR_WITHIN_US = 15_000_000  # then the operator is told that the outcome is u
 _PUBLISHED_US = int(HOLDS_S * 1e6) + 1_500_000  # a map is read once a second
 
 
+class SeededSecrets:
+    """The module `secrets`, so that a seed also gives the names that are drawn, and with them the
+    order of what is sorted by name."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"secrets {seed}")
+
+    def randbits(self, bits: int) -> int:
+        return self._random.getrandbits(bits)
+
+    def token_hex(self, length: int) -> str:
+        return self._random.randbytes(length).hex()
+
+
 @contextlib.contextmanager
-def in_simulated_time(simulation: Simulation) -> Iterator[None]:
+def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
     """Time and threads of shared tiers are those of the simulation, and so are the times by which
-    engines decide how long they wait for a tier."""
+    engines decide how long they wait for a tier. What is drawn at random comes from the seed."""
     threads, time = OwnThreads(simulation), SimulatedTime(simulation)
+    secrets = SeededSecrets(seed)
     patches: list[tuple[Any, str, Any]] = [
+        (sessions, "secrets", secrets),
+        (tier_keys, "secrets", secrets),
+        (shared_tier, "secrets", secrets),
         (shared_tier, "time", time),
         (summaries, "time", time),
         (summaries, "threading", threads),

@@ -60,7 +60,9 @@ class Library:
         """Writes new objects, or reads those that were written last. GB/s."""
         self._nbytes = nbytes
         is_write = direction == "write"
-        self._round += is_write
+        if is_write:
+            self._round += 1
+            self.close()
         blocks = -(-total_bytes // JOB_BYTES) * (JOB_BYTES // self._nbytes)
         many = 1 if self._is_s3 else max(1, min(64, self._medium.best_bytes // nbytes))
         calls = [range(at, min(at + many, blocks)) for at in range(0, blocks, many)]
@@ -73,7 +75,8 @@ class Library:
         return blocks * self._nbytes / (time.perf_counter() - started) / 1e9
 
     def close(self) -> None:
-        """Removes the files. Objects of services are under a place that the caller removes."""
+        """Removes the files of a round. Objects of services are under a place that the caller
+        removes."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _name(self, number: int) -> str:

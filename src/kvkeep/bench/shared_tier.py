@@ -2,7 +2,7 @@
 
 The real process of the tier, as a server has it: jobs of 8 MiB, in and out of a pool. The floor is
 measured in turns with it, by another process (shared_floor.py). Blocks are new in each round, and
-removed at the end."""
+removed after it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def rows(
     address: TierAddress, block_bytes: Sequence[int], total_bytes: int, rounds: int
 ) -> tuple[list[dict[str, Any]], float]:
     """A row for each size and direction; and the median milliseconds of a lookup of 512 blocks."""
-    place = f"v1/bench-{secrets.token_hex(8)}/0/blocks"
+    own_place = f"v1/bench-{secrets.token_hex(8)}/"
+    place = f"{own_place}0/blocks"
     found: list[dict[str, Any]] = []
     with ExitStack() as ends:
         tier = ends.enter_context(closing(open_tier(address)))
-        ends.callback(tier.delete, place.removesuffix("0/blocks"))
+        ends.callback(tier.delete, own_place)
         floor = JsonProcess("the client library", ("-m", _FLOOR, str(address), f"{place}-floor"))
         ends.callback(floor.end)
 
@@ -66,6 +67,7 @@ def rows(
             with _UnderTest(address, place, nbytes) as tested:
                 took: dict[tuple[str, str], list[float]] = {}
                 for _ in range(rounds):
+                    tier.delete(own_place)  # of the round before
                     for direction in ("write", "read"):
                         for name, move in (("own", tested.move), ("floor", plain)):
                             gbps = move(direction, total_bytes)

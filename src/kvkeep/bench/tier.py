@@ -52,7 +52,8 @@ _RECOVERED_BLOCKS = 100_000
 _RECOVERED_A_CHAIN = 500  # at most BLOCKS_PER_STORE
 
 OPTIONS = {
-    "total_bytes": "How much is written, and read, in a round; at most a quarter of the tier.",
+    "total_bytes": "How much is written, and read, in a round; at most a quarter of the tier, and "
+    "as much in all rounds together if the tier is shared.",
 }
 
 
@@ -76,7 +77,10 @@ def run(
                 "use 64KiB or 1MiB, say",
             )
     if address.size_bytes:  # or it would be evicted before it is read
-        total_bytes = min(total_bytes, address.size_bytes // 4)
+        most_bytes = address.size_bytes // 4
+        if address.is_shared:  # what is removed after a round counts until the next sweep
+            most_bytes = max(JOB_BYTES, most_bytes // (rounds * len(block_bytes)))
+        total_bytes = min(total_bytes, most_bytes)
     if address.is_shared:
         return _run_shared(address, block_bytes, total_bytes, rounds, hits, hit_tokens, hit_repeats)
     measure, floor = tier_floor.threads, "own threads"
