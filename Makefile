@@ -9,6 +9,8 @@ TIER ?= nightly
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests start hundreds of processes. Each would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # vLLM pins what it needs, so it lives in an environment of its own, one for each version.
 VLLM ?= 0.32.0

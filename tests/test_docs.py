@@ -132,7 +132,8 @@ def commands(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command with the words that call it; groups are walked."""
     group = group or typer.main.get_command(command_line)
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from commands(command, (*words, name))
         else:

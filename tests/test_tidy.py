@@ -383,14 +383,15 @@ def no_machine_paths(source: Source) -> Iterator[str]:
 
 
 def dead_modules(sources: Sequence[Source], entry_points: set[str]) -> Iterator[str]:
-    """Each module is imported by another, or named in a string of it, or is an entry point. For
+    """Each module is imported by another, or named in a string of it (`module` or `module:name`), or
+    is an entry point. For
     `testing` and the lab, to be imported by a test is enough."""
     used: set[str] = set()
     used_by_tests: set[str] = set()
     for source in sources:
         names = {name for entry in imports(source) for name in entry.candidates} - {source.module}
         names |= {
-            node.value
+            node.value.partition(":")[0]
             for node in ast.walk(source.tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
@@ -507,8 +508,9 @@ def import_circles(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def script_entry_points(pyproject: str) -> set[str]:
-    scripts: dict[str, str] = tomllib.loads(pyproject).get("project", {}).get("scripts", {})
-    return {target.partition(":")[0] for target in scripts.values()}
+    project = tomllib.loads(pyproject).get("project", {})
+    groups = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
+    return {target.partition(":")[0] for group in groups for target in group.values()}
 
 
 # --- the repository -------------------------------------------------------------------------------
@@ -536,8 +538,10 @@ def test_every_file_keeps(rule: Rule) -> None:
 
 
 def test_no_module_is_dead() -> None:
-    entry_points = script_entry_points((ROOT / "pyproject.toml").read_text()) | {
-        "kvkeep_lab.commands.register"
+    entry_points = {
+        name
+        for folder in (ROOT, ROOT / "lab")
+        for name in script_entry_points((folder / "pyproject.toml").read_text())
     }
     assert list(dead_modules(repository(), entry_points)) == []
 

@@ -1,6 +1,6 @@
 """Commands of development.
 
-register.py     adds them to `kvkeep`
+register.py     adds benchmarks to `kvkeep bench`
 chaos.py        `kvkeep chaos`
 fuzz.py         `kvkeep fuzz`
 engine_fuzz.py  `kvkeep engine-fuzz`

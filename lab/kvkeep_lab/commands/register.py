@@ -1,13 +1,8 @@
-"""Adds the commands of development to `kvkeep`: see `add_commands`."""
+"""Adds the benchmarks of development to `kvkeep bench`: see `add_benches`."""
 
 from __future__ import annotations
 
-import typer
-
 from kvkeep.cli.bench import OPTIONS, add_bench
-from kvkeep_lab.commands.chaos import chaos
-from kvkeep_lab.commands.engine_fuzz import engine_fuzz
-from kvkeep_lab.commands.fuzz import fuzz
 
 BENCHES = {
     "index": "Memory of a resident block, and the speed of storing and evicting.",
@@ -29,11 +24,9 @@ BENCH_OPTIONS = {
 }
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Called by `kvkeep` through the entry point in lab/pyproject.toml."""
-    app.command("chaos")(chaos)
-    app.command("engine-fuzz")(engine_fuzz)
-    app.command("fuzz")(fuzz)
+def add_benches() -> None:
+    """Called by `kvkeep bench` through the entry point in lab/pyproject.toml, which also names the
+    commands of development."""
     OPTIONS.update(BENCH_OPTIONS)
     for name, help in BENCHES.items():
         add_bench(name, f"kvkeep_lab.bench.{name.replace('-', '_')}", help)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.explain import missed
-from kvkeep.cli.output import Json, counted, note, show_facts, show_json, show_table
+from kvkeep.cli.output import APP, Json, counted, note, show_facts, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask, host_and_port
 from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells, tenant_rows
 from kvkeep.cli.tiers import tier_line
@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 0.2
 _WAIT_S = 60.0
 
 settings_app = typer.Typer(
-    no_args_is_help=True, help="Show a running server's settings, and change live ones."
+    no_args_is_help=True, help="Show a running server's settings, and change live ones.", **APP
 )
 
 

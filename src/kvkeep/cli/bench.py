@@ -15,6 +15,7 @@ import platform
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from typer.core import TyperCommand
 
 from kvkeep import __version__
 from kvkeep.bench.figures import with_unit
-from kvkeep.cli.output import Json, help_section, note, show_facts, show_json, show_table
+from kvkeep.cli.output import APP, Json, help_section, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
 from kvkeep.units import KIB, format_size, parse_size
 
@@ -65,7 +66,9 @@ OPTIONS: dict[str, str] = {
 }
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure this machine. Options of each are in its --help."
+    no_args_is_help=True,
+    help="Measure this machine. Options of each are in its --help.",
+    **APP,
 )
 
 
@@ -314,3 +317,5 @@ add_bench(
     "kvkeep.bench.vllm",
     "Time to the first token of real vLLM, without a connector, with kvkeep and with peers.",
 )
+for _more in entry_points(group="kvkeep.benches"):  # a checkout adds those of development
+    _more.load()()

@@ -16,12 +16,16 @@ import typer
 
 from kvkeep.cli import doctor_host, doctor_server
 from kvkeep.cli.doctor_host import Finding
-from kvkeep.cli.output import Json, counted, show_json, show_table
+from kvkeep.cli.output import APP, Json, counted, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile
 
 EXIT_FOUND = 1
 
 
+app = typer.Typer(**APP)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def doctor(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,

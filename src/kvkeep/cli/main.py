@@ -11,8 +11,10 @@ shows a traceback."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
@@ -20,106 +22,117 @@ import typer
 from typer.core import TyperGroup
 
 from kvkeep import __version__
-from kvkeep.cli import bench, tenants
-from kvkeep.cli.admin import drain, settings_app, status
-from kvkeep.cli.demo import demo
-from kvkeep.cli.doctor import doctor
-from kvkeep.cli.explain import explain
-from kvkeep.cli.keygen import keygen
-from kvkeep.cli.output import note
-from kvkeep.cli.plan import show_plan
-from kvkeep.cli.prefetch import prefetch
-from kvkeep.cli.record import record, replay_recording
-from kvkeep.cli.serve import ServeCommand, serve
-from kvkeep.cli.tiers import tiers
-from kvkeep.cli.top import top
-from kvkeep.cli.verify import verify
+from kvkeep.cli.output import APP, note
 from kvkeep.errors import KVKeepError, PoolError, RequestError, SettingsError, Unavailable
 
 EXIT_REFUSED, EXIT_WRONG, EXIT_UNAVAILABLE = 1, 2, 3
 
-# The sections of `kvkeep --help`: the commands of each in order, with a help that fits 80 columns.
-# Commands that others add follow in a section of their own.
-SECTIONS: dict[str, dict[str, str]] = {
+
+@dataclass(frozen=True)
+class Place:
+    """Where a command is: `module:name` of its function or of its app. It is imported when it is
+    asked for: all commands together take a second."""
+
+    where: str
+    help: str  # fits 80 columns
+
+    def command(self, name: str) -> Any:
+        module, attribute = self.where.split(":")
+        found = getattr(importlib.import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            app = typer.Typer(**APP)
+            app.command()(found)
+            found = app
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+
+# The sections of `kvkeep --help`: the commands of each in order.
+SECTIONS: dict[str, dict[str, Place]] = {
     "Daily": {
-        "serve": "Run a server in the foreground.",
-        "status": "Show the server: pool, sessions, hits, tenants.",
-        "top": "Show the server live, once a second.",
-        "doctor": "Check this host and its server, with remedies.",
-        "explain": "Show why blocks of requests missed.",
-        "drain": "Stop the server in order; its pool stays.",
-        "tiers": "Show the server's disks and its shared tier.",
-        "settings": "Show a server's settings, and change live ones.",
+        "serve": Place("kvkeep.cli.serve:app", "Run a server in the foreground."),
+        "status": Place(
+            "kvkeep.cli.admin:status", "Show the server: pool, sessions, hits, tenants."
+        ),
+        "top": Place("kvkeep.cli.top:top", "Show the server live, once a second."),
+        "doctor": Place("kvkeep.cli.doctor:app", "Check this host and its server, with remedies."),
+        "explain": Place("kvkeep.cli.explain:explain", "Show why blocks of requests missed."),
+        "drain": Place("kvkeep.cli.admin:drain", "Stop the server in order; its pool stays."),
+        "tiers": Place("kvkeep.cli.tiers:tiers", "Show the server's disks and its shared tier."),
+        "settings": Place(
+            "kvkeep.cli.admin:settings_app", "Show a server's settings, and change live ones."
+        ),
     },
     "Tenants": {
-        "tenants": "Show tenants, set quotas and limits, clear blocks.",
-        "prefetch": "Bring a tenant's blocks from disk to memory.",
+        "tenants": Place(
+            "kvkeep.cli.tenants:app", "Show tenants, set quotas and limits, clear blocks."
+        ),
+        "prefetch": Place(
+            "kvkeep.cli.prefetch:prefetch", "Bring a tenant's blocks from disk to memory."
+        ),
     },
     "Tools": {
-        "plan": "Show what memory and disk a trace of requests is worth.",
-        "record": "Record a server's requests, without tenants' content.",
-        "replay": "Carry out recorded requests again, and compare.",
-        "keygen": "Make certificates and an admin token.",
-        "verify": "Compare every block on disk with its checksum.",
-        "bench": "Measure this machine.",
-        "demo": "See engines share a cache that is killed meanwhile.",
+        "plan": Place(
+            "kvkeep.cli.plan:show_plan", "Show what memory and disk a trace of requests is worth."
+        ),
+        "record": Place(
+            "kvkeep.cli.record:record", "Record a server's requests, without tenants' content."
+        ),
+        "replay": Place(
+            "kvkeep.cli.record:replay_recording", "Carry out recorded requests again, and compare."
+        ),
+        "keygen": Place("kvkeep.cli.keygen:keygen", "Make certificates and an admin token."),
+        "verify": Place(
+            "kvkeep.cli.verify:verify", "Compare every block on disk with its checksum."
+        ),
+        "bench": Place("kvkeep.cli.bench:app", "Measure this machine."),
+        "demo": Place(
+            "kvkeep.cli.demo:demo", "See engines share a cache that is killed meanwhile."
+        ),
+    },
+    # What a checkout adds has a section of its own.
+    "Development": {
+        each.name: Place(each.value, "") for each in entry_points(group="kvkeep.commands")
     },
 }
+PLACES = {name: place for section in SECTIONS.values() for name, place in section.items()}
 
 
 class Sections(TyperGroup):
-    """Lists commands in sections."""
+    """Lists commands in sections, and imports the one that is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(PLACES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in PLACES and cmd_name not in self.commands:
+            self.commands[cmd_name] = PLACES[cmd_name].command(cmd_name)
+        return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        known = {name for section in SECTIONS.values() for name in section}
-        more = {
-            name: command.get_short_help_str(50)
-            for name, command in self.commands.items()
-            if name not in known
-        }
-        width = max(map(len, self.commands))
-        for title, section in {**SECTIONS, "Development": more}.items():
+        width = max(map(len, PLACES))
+        for title, section in SECTIONS.items():
             if section:
                 with formatter.section(title):
                     formatter.write_dl(
-                        [(f"{name:{width}}", text) for name, text in section.items()]
+                        [
+                            (
+                                f"{name:{width}}",
+                                place.help or self.get_command(ctx, name).get_short_help_str(50),
+                            )
+                            for name, place in section.items()
+                        ]
                     )
 
 
 app = typer.Typer(
     cls=Sections,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="A KV-cache server for LLM inference.",
+    **APP,
 )
-app.command(
-    "serve",
-    cls=ServeCommand,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(serve)
-app.command("status")(status)
-app.command("top")(top)
-app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    doctor
-)
-app.command("explain")(explain)
-app.command("drain")(drain)
-app.command("tiers")(tiers)
-app.command("prefetch")(prefetch)
-app.command("verify")(verify)
-app.command("plan")(show_plan)
-app.command("record")(record)
-app.command("replay")(replay_recording)
-app.command("demo")(demo)
-app.command("keygen")(keygen)
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(settings_app, name="settings")
-app.add_typer(bench.app, name="bench")
-for _more in entry_points(group="kvkeep.commands"):  # a checkout adds those of development
-    _more.load()(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -16,6 +16,13 @@ from rich.table import Table
 
 _HELP_WIDTH = 110
 
+# Of each app, because one that is imported on its own takes nothing from `kvkeep`.
+APP: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+}
+
 Json = Annotated[bool, typer.Option("--json", help="Print only one JSON document on stdout.")]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from kvkeep.cli.output import help_section, note
+from kvkeep.cli.output import APP, help_section, note
 from kvkeep.errors import SettingsError
 from kvkeep.server.settings import ENV_PREFIX, TABLE, Settings
 from kvkeep.units import MIB, format_size
@@ -49,6 +49,12 @@ class ServeCommand(TyperCommand):
         )
 
 
+app = typer.Typer(**APP)
+
+
+@app.command(
+    cls=ServeCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 def serve(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,

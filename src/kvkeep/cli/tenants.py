@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from kvkeep.cli.output import Json, counted, note, show_json, show_table
+from kvkeep.cli.output import APP, Json, counted, note, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
@@ -24,7 +24,9 @@ _CLEAR_WITHIN_S = 600.0
 _NO_SIZE = ("none", "null", "default", "unset", "unlimited", "max", "auto")
 
 app = typer.Typer(
-    no_args_is_help=True, help="Show tenants, set their quotas and limits, clear their blocks."
+    no_args_is_help=True,
+    help="Show tenants, set their quotas and limits, clear their blocks.",
+    **APP,
 )
 
 SaltStdin = Annotated[
