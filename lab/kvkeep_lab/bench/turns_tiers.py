@@ -136,8 +136,7 @@ def _long_chains(blocks: int, directory: Path) -> list[dict[str, Any]]:
     turns, movement, layout = Turns(), world.movement, world.layout
     ask = (1, "reader", layout, in_memory, count, 0, NOW_MS, False)
     turns.take(lambda: movement.coming(*ask))
-    while movement.has_to_do:
-        turns.take(lambda: movement.turn(NOW_MS))
+    until_done(movement, turns)
     assert world.index.known("reader", in_memory) == count
     world.note(f"chain of {count} blocks written to a disk", count, turns)
     turns = Turns()
@@ -148,11 +147,16 @@ def _long_chains(blocks: int, directory: Path) -> list[dict[str, Any]]:
         movement.coming(1, "reader", layout, on_disk, hit.blocks, 0, NOW_MS, False)
 
     turns.take(lookup)
-    while movement.has_to_do:
-        turns.take(lambda: movement.turn(NOW_MS))
+    until_done(movement, turns)
     world.note(f"lookup of {count} blocks on a disk, which come up", count, turns)
     _bad_blocks(world, blocks)
     return world.rows
+
+
+def until_done(movement: Movement, turns: Turns) -> None:
+    """Turns until nothing is to be done and no job is under way."""
+    while movement.has_to_do or any(tier.jobs for tier in movement.tiers):
+        turns.take(lambda: movement.turn(NOW_MS))
 
 
 def _bad_blocks(world: Tiered, blocks: int) -> None:
