@@ -141,8 +141,16 @@ def _serve(listener: socket.socket, connect: Callable[[], socket.socket]) -> Non
             except OSError:  # the service does not answer: the server on the host sees it
                 near.close()
                 continue
-            Thread(target=_hand_on, args=(near, far), daemon=True).start()
-            Thread(target=_hand_on, args=(far, near), daemon=True).start()
+            Thread(target=_relay, args=(near, far), daemon=True).start()
+
+
+def _relay(near: socket.socket, far: socket.socket) -> None:
+    """In both directions, until one side has ended."""
+    with near, far:
+        back = Thread(target=_hand_on, args=(far, near), daemon=True)
+        back.start()
+        _hand_on(near, far)
+        back.join()
 
 
 def _hand_on(source: socket.socket, target: socket.socket) -> None:
