@@ -29,7 +29,7 @@ CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
 INSTALL_INPUTS := pyproject.toml lab/pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-other-folders nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit docs dist bench fuzz chaos clean
+.PHONY: help setup demo ready test test-all test-other-folders nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit docs dist bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
@@ -72,12 +72,17 @@ LONG_FOLDERS := e2e cli lab tiers server bench chaos
 LANES := test-vllm $(LONG_FOLDERS:%=test-folder-%) test-vllm-contract test-other-folders
 QUICK_LANES := test-other-folders $(filter-out test-vllm-contract test-folder-bench test-other-folders,$(LANES))
 
-test: check $(VLLM_STAMP)
+test: ready
 	@$(BIN)/python .ci/lanes.py $(QUICK_LANES) TIER=quick
 
-test-all: check $(VLLM_STAMP)
+test-all: ready
 	@$(MAKE) --no-print-directory vllm-environment VLLM=$(CONTRACT_BESIDE)
 	@$(BIN)/python .ci/lanes.py $(LANES) TIER=all
+
+# The packages of vLLM are installed beside the check, each with one processor.
+ready:
+	@$(MAKE) --no-print-directory -j2 check $(VLLM_READY)
+	@$(MAKE) --no-print-directory $(VLLM_STAMP)
 
 test-folder-%: $(STAMP)
 	@echo "test: pytest, tests/$*"
