@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests start hundreds of processes. Each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
+# Python compiles what it imports, once. For pip to compile all takes longer than to unpack it.
+export PIP_COMPILE := 0
 
 # vLLM pins what it needs, so it lives in an environment of its own, one for each version.
 VLLM ?= 0.32.0
