@@ -92,11 +92,23 @@ NIGHTLY: tuple[str, ...] = (
     "deploy/test_image.py",
     "e2e/test_fencing.py::test_a_client_that_was_stopped_harms_nobody[silence",
     "e2e/test_fencing.py::test_without_the_fence",
+    # Of the table of tiers and faults, `make test-all` has all of a directory's and of Valkey's.
+    *(
+        f"e2e/test_shared_services.py::test_a_fault_costs_hits_of_the_tier_and_nothing_else[{each}"
+        for each in ("mooncake-", "s3-evict", "s3-forged", "s3-half", "s3-older", "s3-one")
+    ),
     "lab/bench/test_observe.py",
     "lab/bench/test_turns.py",
     "lab/commands/test_fuzz.py",
     "lab/fuzz/test_targets.py",
+    "tiers/test_shared_process.py::test_a_clear_leaves_nothing_to_reach_while_another_host_writes[moon",
+    "tiers/test_shared_process.py::test_a_stalled_service_costs_its_blocks_and_is_used_again[moon",
     "vllm/test_connector_bench.py",
+    # Two ranks of a model with full attention stay.
+    "vllm/test_connector_parallel.py::test_engines_of_one_and_two_ranks_share_what_they_cut_into_the_same_shards[1-gemma3",
+    "vllm/test_connector_parallel.py::test_engines_of_one_and_two_ranks_share_what_they_cut_into_the_same_shards[2-gemma3",
+    "vllm/test_connector_parallel.py::test_mla_is_stored_once_and_every_rank_gets_the_same_bytes[1",
+    "vllm/test_connector_scheduling.py::test_preempted_requests_answer_the_same[gemma3",
 )
 
 

@@ -132,8 +132,7 @@ def commands(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command with the words that call it; groups are walked."""
     group = group or typer.main.get_command(command_line)
-    for name in group.list_commands(None):
-        command = group.get_command(None, name)
+    for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*words, name))
         else:

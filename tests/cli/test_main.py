@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -32,13 +33,28 @@ def test_version_and_help(kvkeep: Run) -> None:
 def test_help_has_every_command_in_one_section_and_fits_80_columns(kvkeep: Run) -> None:
     text = kvkeep("--help", env={"COLUMNS": "80"}).stdout
     assert all(len(line) <= 80 for line in text.splitlines())
-    sections = [*module.SECTIONS, "Development"]
+    sections = [*module.SECTIONS]
+    assert sections[-1] == "Development"
     places = [text.index(f"\n{title}:\n") for title in sections]
     assert places == sorted(places)
     for name, command in typer.main.get_command(module.app).commands.items():  # type: ignore[attr-defined]
         assert len(re.findall(rf"^  {name} ", text, re.MULTILINE)) == 1, command.name
-    in_sections = {name for section in module.SECTIONS.values() for name in section}
-    assert in_sections <= set(typer.main.get_command(module.app).commands)  # type: ignore[attr-defined]
+
+
+def test_a_misspelt_command_is_guessed(kvkeep: Run) -> None:
+    assert "'status'" in kvkeep("stauts").stderr
+
+
+def test_a_command_imports_no_other() -> None:
+    program = (
+        "import sys; from kvkeep.cli.main import app; app(['serve', '--help'], standalone_mode=False);"
+        "print([name for name in sys.modules if name.startswith('kvkeep.cli.')], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "kvkeep.cli.serve" in done.stderr
+    assert not re.search(r"kvkeep\.cli\.(bench|demo|plan|tenants)", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -99,16 +100,27 @@ SECTIONS: dict[str, dict[str, Place]] = {
 PLACES = {name: place for section in SECTIONS.values() for name, place in section.items()}
 
 
+class Commands(Mapping[str, Any]):
+    """By name. One is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        return PLACES[name].command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PLACES)
+
+    def __len__(self) -> int:
+        return len(PLACES)
+
+
 class Sections(TyperGroup):
-    """Lists commands in sections, and imports the one that is asked for."""
+    """Lists commands in sections."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given | {"commands": Commands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(PLACES)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in PLACES and cmd_name not in self.commands:
-            self.commands[cmd_name] = PLACES[cmd_name].command(cmd_name)
-        return self.commands.get(cmd_name)
+        return list(self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, PLACES))
@@ -119,7 +131,7 @@ class Sections(TyperGroup):
                         [
                             (
                                 f"{name:{width}}",
-                                place.help or self.get_command(ctx, name).get_short_help_str(50),
+                                place.help or self.commands[name].get_short_help_str(50),
                             )
                             for name, place in section.items()
                         ]
