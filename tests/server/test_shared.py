@@ -124,6 +124,17 @@ def read_log(world: World, *entries: Entry, after: int = 0) -> tuple[SyncClears,
     return job, heard
 
 
+def test_what_a_log_had_twice_is_noted_again_once(world: World) -> None:
+    """The service did a write that it had not acknowledged, after the entry was written again."""
+    first, second = Entry("a", "1"), Entry("b", "2")
+    read_log(world, first, first, second)
+    read_log(world)
+    assert read_log(world)[0].clears == [first, second]
+    read_log(world, first, second)
+    job, _ = read_log(world, after=2)
+    assert job.clears == [] and not world.tier.is_clearing
+
+
 def test_a_log_that_the_tier_has_lost_is_noted_again_and_heard_once(world: World) -> None:
     first, second, third = Entry("a", "1"), Entry("b", "2"), Entry("c", "3")
     assert read_log(world, first, second)[1] == ["a", "b"]
