@@ -46,6 +46,7 @@ def tier(**changes: Any) -> dict[str, Any]:
         "evicted_unwritten": 6,
         "written_bytes_per_hit": 2000 << 16,
         "counts": counts,
+        "removing_tenants": 1,
     } | changes
 
 
@@ -68,6 +69,7 @@ def test_facts_of_a_shared_tier() -> None:
     assert lines["state"] == "set aside until it answers again: a job took 12 s"
     assert lines["evicted"] == "1 block gone between lookup and read"
     assert lines["refused"] == "2 blocks for which there was no room"
+    assert lines["removing"] == "old blocks of 1 tenant, cleared here"
     assert "wear" not in lines
 
 

@@ -27,6 +27,7 @@ from kvkeep.errors import KVKeepError, PoolError, SettingsError
 from kvkeep.kv.checksum import checksum
 from kvkeep.server import daemon as daemon_module
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.movement import Movement
 from kvkeep.server.settings import Settings
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.tiers.memory import Pool
@@ -735,3 +736,31 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
     assert [line.split(": ")[0] for line in said] == [
         f"127.0.0.1 talks to {running.address} and seems to be {kind}" for kind in expected
     ]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_server_stays_in_the_list_of_a_shared_tier_if_it_keeps_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    left: list[Movement] = []
+    monkeypatch.setattr(Movement, "leave", lambda self: left.append(self))
+    given = {
+        "address": "tcp://127.0.0.1:0",
+        "pool-size": "1MiB",
+        "slab-size": "64KiB",
+        "shm-dir": str(tmp_path),
+        "state-dir": str(tmp_path / "state"),
+        "tier": f"file://{tmp_path / 'shared'}?size=16MiB",
+    }
+    flags = [word for name, value in given.items() for word in (f"--{name}", value)]
+    daemon = Daemon(Settings.load(None, {}, flags))
+    store = daemon.store
+    store.open_session(1 << 40)
+    layout = store.open_layout(1 << 40, b"layout", (4096,))
+    store.prepare_store(1 << 40, 1, "tenant", layout.number, None, b"", bytes(range(16)), 0)
+    store.complete_store(1 << 40, 1, np.ones((1, 1), np.uint64), 0)
+    running = Running(daemon)
+    daemon.stop()
+    running.thread.join()
+    daemon.close(keep=keep)
+    assert bool(left) is not keep

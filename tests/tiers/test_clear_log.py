@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvkeep.errors import TierError
+from kvkeep.tiers import checked_tier, clear_log
 from kvkeep.tiers.checked_tier import CheckedTier
-from kvkeep.tiers.clear_log import ALL, Entry, Hosts, SharedLog
+from kvkeep.tiers.clear_log import ALL, START, Entry, Hosts, SharedLog, generation
 from kvkeep.tiers.file_tier import FileTier
 from kvkeep.tiers.tier import Part
 from kvkeep.units import MIB
@@ -29,7 +30,9 @@ def test_every_host_reads_all_entries_in_one_order(tier: CheckedTier) -> None:
     assert one.sync([first], 0) == [first]
     assert two.sync([second, third], 0) == [first, second, third]
     assert one.sync([], 1) == [second, third]
-    assert one.generations("a") == [0, 1, 2] and one.generations("b") == [0, 2, 3]
+    begun = [generation(at, each) for at, each in enumerate((first, second, third), start=1)]
+    assert one.generations("a") == ["0", *begun[:2]]
+    assert one.generations("b") == ["0", *begun[1:]]
     assert SharedLog(tier).sync([], 0) == [first, second, third]
 
 
@@ -128,3 +131,121 @@ def test_an_entry_of_another_release_is_an_error_and_no_end_of_the_log(tier: Che
     for reader in (SharedLog(tier), log):
         with pytest.raises(TierError, match="another release of kvkeep wrote it"):
             reader.sync([], 0)
+
+
+def test_a_log_begins_once(tier: CheckedTier) -> None:
+    one, two = SharedLog(tier), SharedLog(tier)
+    one.begin()
+    (begin,) = one.sync([], 0)
+    assert begin.name == START
+    two.begin()
+    one.begin()
+    assert two.sync([], 0) == one.sync([], 0) == [begin]
+
+
+def test_a_log_that_all_hosts_have_forgotten_begins_with_other_generations(
+    tier: CheckedTier,
+) -> None:
+    """What was stored before has been cleared since, or not: nobody knows."""
+    before, after = SharedLog(tier), SharedLog(tier)
+    before.begin()
+    before.sync([], 0)
+    tier.delete("v1/control/clears/")
+    after.begin()
+    assert after.generations("a")[-1] not in before.generations("a")
+
+
+def test_a_hole_is_found_and_what_another_host_appends_is_none(
+    tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, other = SharedLog(tier), SharedLog(tier)
+    entries = [Entry("a", str(number)) for number in range(5)]
+    log.sync(entries[:3], 0)
+    assert not log.has_more()
+    read = tier.read
+
+    def read_late(parts: Sequence[Part]) -> list[int]:
+        """The other host appends two, of which the second is seen, and not the first."""
+        monkeypatch.setattr(tier, "read", read)
+        other.sync(entries, 0)
+        return [-1, *read(parts)[1:]]
+
+    monkeypatch.setattr(tier, "read", read_late)
+    assert not log.has_more()
+    assert log.sync([], 0) == entries
+    tier.drop(["v1/control/clears/2"])
+    fresh = SharedLog(tier)
+    assert fresh.sync([], 0) == entries[:1] and fresh.has_more()
+    fresh.sync([Entry(START, "fills it")], 0)
+    assert fresh.sync([], 0) == [entries[0], Entry(START, "fills it"), *entries[2:]]
+    assert not fresh.has_more()
+    assert len({*fresh.generations("b"), *log.generations("b")}) == 2, (
+        "of tenants never cleared, too"
+    )
+
+
+def test_an_entry_that_others_may_not_have_seen_is_looked_for_soon(tier: CheckedTier) -> None:
+    one, two = SharedLog(tier), SharedLog(tier)
+    entries = [Entry("a", "1"), Entry("b", "2")]
+    two.sync([], 0)
+    one.sync(entries, 0)
+    tier.drop(["v1/control/clears/1"])
+    assert two.sync([], 0) == []
+    for _ in range(3):
+        one.sync([], 0, is_unconfirmed=True)
+    assert two.sync([], 0) == entries
+
+
+def test_a_host_that_has_left_is_not_waited_for_until_it_joins_again(tier: CheckedTier) -> None:
+    one, two = Hosts(tier, "one"), Hosts(tier, "two")
+    one.join()
+    two.join()
+    Hosts(tier, "two").join()  # the same host, after it was killed
+    assert one.names() == ["one", "two"] and one.lacking(1) == ["two"]
+    assert one.lacking(1, ["two", "three"]) == ["two", "three"]
+    two.leave()
+    assert one.names() == ["one"] and one.lacking(1) == []
+    assert one.present_and_past() == (["one"], ["one", "two"]), "its blocks are still there"
+    again = Hosts(tier, "two")
+    again.join()
+    assert one.names() == ["one", "two"] and one.lacking(1) == ["two"]
+    again.leave()
+    assert Hosts(tier, "three").names() == ["one"]
+
+
+def test_hosts_say_how_much_of_the_log_they_know(tier: CheckedTier) -> None:
+    one, two = Hosts(tier, "one"), Hosts(tier, "two")
+    one.join()
+    two.join()
+    assert one.most_known() == {}
+    for entries in (1, 2, 3):
+        two.say_known(entries)
+        assert one.most_known() == {"two": entries}
+    one.say_known(2)
+    one.forget_known(["two"])
+    assert two.most_known() == {"one": 2}
+
+
+def test_what_hosts_tell_each_other_has_a_format_of_its_own(
+    tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, hosts, block = SharedLog(tier), Hosts(tier, "one"), bytearray(5)
+    log.sync([Entry("a", "1")], 0)
+    hosts.join()
+    hosts.say_known(1)
+    tier.write([Part("v1/tenant/0/layout/key", [memoryview(b"block")])])
+    with monkeypatch.context() as patch:
+        patch.setattr(checked_tier, "VERSION", 2)
+        assert SharedLog(tier).sync([], 0) == [Entry("a", "1")], "blocks have another format"
+        assert Hosts(tier, "two").names() == ["one"] and hosts.most_known() == {"one": 1}
+        assert tier.read([Part("v1/tenant/0/layout/key", [memoryview(block)])]) == [-1]
+    assert tier.read([Part("v1/tenant/0/layout/key", [memoryview(block)])]) == [5]
+    names = hosts.names()
+    monkeypatch.setattr(checked_tier, "CONTROL_VERSION", 2)
+    monkeypatch.setattr(clear_log, "CONTROL_VERSION", 2)
+    assert tier.read([Part("v1/tenant/0/layout/key", [memoryview(block)])]) == [5]
+    with pytest.raises(TierError, match=r"\(format 1, this release reads 2\)"):
+        SharedLog(tier).sync([], 0)
+    monkeypatch.setattr(hosts, "names", lambda: names)
+    with pytest.raises(TierError, match=r"\(format 1, this release reads 2\)"):
+        hosts.most_known()

@@ -319,7 +319,7 @@ def test_a_server_that_was_down_hears_of_a_clear_when_it_starts(
     assert one.written(BLOCKS) and two.has(1)
     two.cache.close()
     two.server.stop(signal.SIGTERM)
-    one.clear("default")
+    assert one.clear("default") == [], "it has left the hosts that share the tier"
     two.server.start()
     status = lambda: ask(two.server.http, "/v1/status")  # noqa: E731
     assert eventually(lambda: status()["pool"]["blocks"].get("ready", 0) == 0)

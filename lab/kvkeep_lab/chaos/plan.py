@@ -51,7 +51,7 @@ SERVICE_RATES: dict[str, tuple[float, ...]] = {
     "lost_write": (0.02, 0.2),
     "late_write": (0.01, 0.1),
 }
-SERVICE_MOMENTS = ("service_restart", "cut_off")
+SERVICE_MOMENTS = ("service_restart", "cut_off", "lost_entry")
 # At a moment, each so often.
 MOMENTS: dict[str, int] = {
     "server_crash": 3,
@@ -273,6 +273,11 @@ def _on_hosts(plan: Plan, calm: bool) -> Plan:
         items.append(replace(arrival, at_ms=at_ms, engine=chance.randrange(hosts)))
     if not calm:
         items += _service_faults(chance, duration_ms)
+        chance = random.Random(f"lost entries {plan.seed}")
+        items += [
+            Moment(chance.randrange(duration_ms), "lost_entry", chance.randrange(1 << 30))
+            for _ in range(chance.choice((0, 0, 2, 6)))
+        ]
     return replace(plan, duration_ms=duration_ms, items=tuple(items))
 
 

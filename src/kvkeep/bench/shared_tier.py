@@ -140,6 +140,8 @@ class _UnderTest:
             ends.callback(self._mover.close)
             host = self._place.split("/")[1]  # blocks are shared by known hosts only
             self._run(iter([SyncClears(self._next(), 0, [], host, 0)]))
+            leave = SyncClears(self._next(), 0, [], host, 0, leaves=True)
+            ends.callback(lambda: self._run(iter([leave])))  # or clears would wait for it
             self._ends = ends.pop_all()
         return self
 

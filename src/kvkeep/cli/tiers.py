@@ -40,14 +40,16 @@ def facts(tier: dict[str, Any]) -> list[tuple[str, str]]:
         ("lost", f"{counted(tier['evicted_unwritten'], 'chain')} evicted unwritten, of all tiers"),
         ("bad blocks", f"{counts['bad_blocks']:,}"),
         ("errors", f"{counts['errors']:,}"),
-        *(_of_shared(counts) if tier["is_shared"] else []),
+        *(_of_shared(tier) if tier["is_shared"] else []),
     ]
 
 
-def _of_shared(counts: dict[str, int]) -> list[tuple[str, str]]:
+def _of_shared(tier: dict[str, Any]) -> list[tuple[str, str]]:
+    counts = tier["counts"]
     return [
         ("evicted", f"{counted(counts['lost_blocks'], 'block')} gone between lookup and read"),
         ("refused", f"{counted(counts['refused_blocks'], 'block')} for which there was no room"),
+        ("removing", f"old blocks of {counted(tier['removing_tenants'], 'tenant')}, cleared here"),
     ]
 
 

@@ -215,7 +215,13 @@ class Daemon:
             self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # before the pool's directory is removed
+        blocks = len(self.store.blocks.table) if hasattr(self, "store") else None
+        keep = keep and self.pool.is_kept and blocks != 0
+        if not keep:
+            self.pool.leave_nothing()
         if self.movement is not None:
+            if self._is_over and not keep:
+                self.movement.leave()
             self.movement.close(self.now_ms())
         if hasattr(self, "_listeners"):
             self._listeners.close()
@@ -226,16 +232,12 @@ class Daemon:
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
-        blocks = len(self.store.blocks.table) if hasattr(self, "store") else None
-        keep = keep and self.pool.is_kept and blocks != 0
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
             text = "%d blocks stay in %s for the next server; `rm -r %s` removes them"
             log.info(text, blocks, self.pool.directory, self.pool.directory)
-        if not keep:
-            if blocks:
-                log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", blocks)
-            self.pool.leave_nothing()
+        elif not keep and blocks:
+            log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", blocks)
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
         self.pool.close(keep=keep)

@@ -173,6 +173,7 @@ class TierShown:
     read_rate, write_rate   bytes a second
     written_bytes_per_hit   the wear: bytes written for each block promoted; None: none was
     evicted_unwritten       chains of blocks that left memory before they were written to any tier
+    removing_tenants        tenants that were cleared here, of which a shared tier still has old blocks
     """
 
     tier: str
@@ -192,6 +193,7 @@ class TierShown:
     evicted_unwritten: int
     written_bytes_per_hit: int | None
     counts: TierCounts
+    removing_tenants: int = 0
 
     @property
     def is_slow(self) -> bool:
@@ -293,6 +295,7 @@ class LowerTier(ABC):
             evicted_unwritten,
             self.counts.written_bytes_per_hit,
             replace(self.counts),
+            self.removing,
         )
 
     # -- what it has
@@ -400,6 +403,11 @@ class LowerTier(ABC):
     def unreached(self) -> list[str]:
         """Hosts that have not confirmed this server's last clear."""
         return []
+
+    @property
+    def removing(self) -> int:
+        """Of how many tenants that were cleared here it still has old blocks."""
+        return 0
 
     def take_heard(self) -> list[str]:
         """Digests of tenants that other hosts have cleared (`shared.tenant_digest`), or ALL. Each

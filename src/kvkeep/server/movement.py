@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ _FAULTS_IN_A_ROW = 8  # after which a tier is set aside
 _LOG_INTERVAL_MS = 1000  # between records without blocks
 INSISTS_MS = 5000  # a request that is willing to wait so long
 MOST_SILENCE_S = 1.0  # between two turns
+_LEAVE_WITHIN_S = 2.0
+_LOOK_EVERY_S = 0.01
 _MOST_SPANS = 16  # of requests that wait for one promotion
 
 
@@ -419,6 +422,23 @@ class Movement:
             self.started(tier.mover.fileno())
         elif tier.mover.oldest_s > _STALLED_S and not tier.mover.problem:
             tier.put_aside(f"it did not answer for {_STALLED_S:g} s")
+
+    def leave(self) -> None:
+        """Takes this host out of the list of those that share a tier, so that no clear waits for it.
+        The server has ended and keeps nothing in memory. A host with disks stays in the list: clears
+        have to name it, because its disks may have blocks of that tenant."""
+        deadline = time.monotonic() + _LEAVE_WITHIN_S
+        for tier in self._shared if not self.disks else ():
+            number = self._next_number()
+            job = tier.leave(number)
+            is_waiting = job is not None and tier.mover.send(job)
+            while is_waiting and not tier.mover.problem and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY_S)
+                for result in tier.mover.results():
+                    if result.number == number:
+                        is_waiting = False
+                    else:
+                        tier.results.append(result)
 
     def close(self, now_ms: int) -> None:
         """Ends the movers. Nothing of theirs is at work in memory afterwards."""

@@ -10,7 +10,10 @@ willing to wait at all costs; the tier is asked all the same, 20 times a second,
 have forgotten what they wrote.
 
 Once a second the process reads which tenants were cleared, on whichever host (`SharedLog`). A server
-that could not read that for five seconds neither reads nor writes blocks.
+that could not read that for five seconds was away: it neither reads nor writes blocks until it has read
+all of the log. If the log has lost entries meanwhile, there may have been clears that the server
+cannot know: it ends all generations (START), and waits up to two minutes until all hosts that it knows
+have appended what they know.
 
 A tier that stalls or fails is set aside, its process is killed, and after a pause a new process asks
 it something. It is used again when it answers. Memory and disks go on meanwhile."""
@@ -39,7 +42,7 @@ from kvkeep.server.lower_tier import Hit, LowerTier, Planned, Promotion, ReadJob
 from kvkeep.store.layouts import Layout
 from kvkeep.store.plans import NORMAL_PRIORITY
 from kvkeep.store.tree import key_at
-from kvkeep.tiers.clear_log import ALL, Entry, chained
+from kvkeep.tiers.clear_log import ALL, START, Entry, chained, generation
 from kvkeep.tiers.mover import MOST_CLEARS, Fetch, Find, Job, Mover, Result, Share, SyncClears
 from kvkeep.tiers.summaries import Shown, words_of
 from kvkeep.wire.pool_files import Watch
@@ -53,6 +56,8 @@ _REMEMBERED_S = 600.0  # then the tier is asked again: it evicts without telling
 _CHECK_EVERY_S = 0.05
 _CLEARS_HOLD_S = 5.0  # after the log of clears was read
 _CONFIRMED_WITHIN_S = 5.0  # of a clear, by the other hosts
+_RETURN_WITHIN_S = 120.0  # of a log that has lost entries, by hosts that may know these
+_MOST_KEPT = 1024  # entries of the log in the state directory
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _DIGEST_BYTES = 16
@@ -126,12 +131,24 @@ class Shared(LowerTier):
         self._digest = ""  # of these
         self._read_s = -_CLEARS_HOLD_S  # as of when all entries are known
         self._is_syncing = False
-        self._kept = kept
-        self._host, carried_out, digests = _load(kept)
-        self._carried_out = carried_out.get(name, 0)  # entries of the log, in memory and on disks
-        self._carried_digest = digests.get(name, "")  # of these
-        self._unproven: list[str] = []  # tenants in them, until the log proves to be the same
-        self._known_before: set[Entry] = set()  # carried out, of a log that the tier has lost
+        self._kept_at = kept
+        before = _load(kept)
+        self._host = before.host
+        self._carried_out = before.carried_out.get(name, 0)  # entries, in memory and on disks
+        self._carried_digest = before.digests.get(name, "")  # of these
+        self._unproven: list[Entry] = []  # of these, until the log proves to be the same
+        self._known_before = set(before.entries.get(name, []))  # carried out, of an earlier log
+        self._seen = dict.fromkeys(before.entries.get(name, []))  # in the log, at any time
+        self._others = before.others.get(name, [])  # hosts that used the tier when it was read last
+        self._to_remove = before.to_remove.get(name, [])  # digests of tenants with older blocks
+        self._is_unsaved = False
+        self._is_new = name not in before.carried_out
+        self._is_away = True  # may have missed clears since the log was read last
+        self._is_reading_anew = False
+        self._is_unsure = False  # there is a START since this host was away
+        self._own_start = Entry(START)  # that this host appended last
+        self._returned = 0  # the entry that `_others` confirm once the log has what they know
+        self._return_until_s = 0.0
         self._awaited = 0  # our last clear, unless all hosts have confirmed it
         self._await_until_s = 0.0
         self._lacking: list[str] = []  # hosts that have not confirmed it
@@ -214,8 +231,9 @@ class Shared(LowerTier):
         meaning = repr((layout.shard_bytes, sorted(layout.physical.items()))).encode()
         means = blake2b(layout.fingerprint + meaning, digest_size=_DIGEST_BYTES).hexdigest()
         digest = tenant_digest(tenant)
-        generation = max(self._generations.get(digest, 0), self._generations.get(ALL, 0))
-        return f"v1/{digest}/{generation}/{means}"
+        number = max(self._generations.get(name, 0) for name in (digest, ALL, START))
+        began = generation(number, self._entries[number - 1]) if number else "0"
+        return f"v1/{digest}/{began}/{means}"
 
     def _before(self, layout: Layout, keys: bytes) -> bytes:
         """The last of these keys, from where a parcel may begin that goes on beyond them."""
@@ -224,7 +242,8 @@ class Shared(LowerTier):
 
     def _is_cleared(self, tenant: str) -> bool:
         """Whether the tenant is being cleared: its next generation is not known yet."""
-        return any(each.name in (tenant_digest(tenant), ALL) for each in self._clears)
+        ends = (tenant_digest(tenant), ALL, START)
+        return any(each.name in ends for each in self._clears)
 
     def _forget(self) -> None:
         """What the tier has is not known any more."""
@@ -316,9 +335,11 @@ class Shared(LowerTier):
     def wrote(self, planned: object, result: Result) -> None:
         if isinstance(planned, _Syncing):
             self._usage = result.usage
-            if planned.awaited and planned.awaited == self._awaited:
+            is_same = result.after == len(self._entries)  # or it was asked of another log
+            if is_same and planned.awaited >= self._awaited > 0:
                 self._lacking = result.lacking
                 self._awaited = self._awaited if self._lacking else 0
+            self._take_removed(result.removed)
             self._take_clears(planned, result)
             return
         assert isinstance(planned, SharedWrite)
@@ -339,6 +360,9 @@ class Shared(LowerTier):
         """None: all tenants."""
         digest = tenant_digest(tenant) if tenant is not None else ALL
         self._clears.append(Entry(digest, secrets.token_hex(16)))
+        if tenant is not None and digest not in self._to_remove:
+            self._to_remove.append(digest)
+        self._is_unsaved = True
         return 0  # how many there are is not known
 
     @property
@@ -358,10 +382,12 @@ class Shared(LowerTier):
 
     def _take_clears(self, syncing: _Syncing, result: Result) -> None:
         self._is_syncing = False
+        self._is_away |= not self._knows_clears and not self._is_reading_anew
         if result.after < len(self._entries):
             self._begin_log_anew(result.clears)
         for each in result.clears:
             self._entries.append(each)
+            self._seen[each] = None
             self._digest = chained(self._digest, each)
             number = len(self._entries)
             self._generations[each.name] = number
@@ -369,23 +395,87 @@ class Shared(LowerTier):
                 self._clears.remove(each)
                 self._awaited = number
                 self._await_until_s = time.monotonic() + _CONFIRMED_WITHIN_S
-            elif number > self._carried_out and each not in self._known_before:
-                self._heard.append(each.name)
+                self._known_before.add(each)
+                self._is_unsure |= each.name == START and self._is_away
+            elif each not in self._known_before and number > self._carried_out:
+                self._hear(each)
             else:
-                self._unproven.append(each.name)
+                self._unproven.append(each)
             if number == self._carried_out:
                 self._prove(self._digest == self._carried_digest)
         if len(result.clears) < MOST_CLEARS:
             self._prove(len(self._entries) >= self._carried_out)
-            self._read_s = syncing.began_s
+            self._end_reading(syncing, result)
+
+    def _hear(self, entry: Entry) -> None:
+        """Of an entry that was not carried out here. START ends generations on the tier; what it
+        means for memory and disks depends on what this host knows."""
+        if entry.name != START:
+            self._heard.append(entry.name)
+        else:
+            self._is_unsure |= self._is_away
 
     def _prove(self, is_same: bool) -> None:
         """Whether the log is the one of which clears were carried out here. If not, those that seemed
         to be are heard."""
         if not is_same:
-            self._heard += self._unproven
+            for each in self._unproven:
+                if each not in self._known_before:
+                    self._hear(each)
             self._carried_out = 0
         self._unproven.clear()
+
+    def _end_reading(self, syncing: _Syncing, result: Result) -> None:
+        """All entries that the log has are known. If this host was away, it cannot know those that
+        the log has lost."""
+        log_now = set(self._entries)
+        lost = [each for each in self._seen if each not in log_now]
+        self._clears += [each for each in lost if each not in self._clears]
+        self._is_reading_anew = False
+        if self._is_away and (lost or result.has_lost):
+            if self._own_start not in self._clears:
+                log.warning(
+                    "%s %s has lost clears of tenants while this server did not read it: all that "
+                    "it has counts as cleared",
+                    self.kind,
+                    self.name,
+                )
+                self._own_start = Entry(START, secrets.token_hex(_DIGEST_BYTES))
+                self._clears.append(self._own_start)
+            return
+        self._read_s = syncing.began_s
+        if self._is_away:
+            self._is_away = False
+            if self._is_unsure and not self._is_new:
+                self._returned = len(self._entries)
+                self._return_until_s = time.monotonic() + _RETURN_WITHIN_S
+            self._is_unsure = self._is_new = False
+        else:
+            self._end_return(syncing, result)
+        others = [host for host in result.hosts if host != self._host]
+        if not self._returned and others != self._others:
+            self._others, self._is_unsaved = others, True
+
+    def _end_return(self, syncing: _Syncing, result: Result) -> None:
+        """Once the other hosts have said what they know, or do not come back."""
+        if not self._returned:
+            return
+        if syncing.awaited >= self._returned and not result.lacking:
+            self._returned, self._is_unsaved = 0, True
+        elif time.monotonic() > self._return_until_s:
+            log.warning(
+                "%s %s has lost its log of clears, and %s, which may know more of it, did not come "
+                "back: clear again what was cleared when `kvkeep tenants clear` named this host",
+                self.kind,
+                self.name,
+                ", ".join(result.lacking) or "another host",
+            )
+            self._returned, self._is_unsaved = 0, True
+
+    def _take_removed(self, removed: list[str]) -> None:
+        if removed:
+            self._to_remove = [each for each in self._to_remove if each not in removed]
+            self._is_unsaved = True
 
     def _begin_log_anew(self, clears: list[Entry]) -> None:
         """The tier has lost its log, or a part. What it has now counts, and gets what it lacks."""
@@ -396,8 +486,20 @@ class Shared(LowerTier):
         self._known_before |= set(self._entries[: self._carried_out])
         self._entries, self._digest = [], ""
         self._generations.clear()
-        self._carried_out = self._awaited = 0
+        if self._returned:  # to be asked again, of this log
+            self._is_unsure = self._is_away = True
+        self._carried_out = self._awaited = self._returned = 0
+        self._is_reading_anew = True
         self._read_s = -_CLEARS_HOLD_S
+
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Whether all clears that are known are carried out here, and none are unknown."""
+        return not (self._heard or self._is_clearing_heard or self._returned or self._is_away)
+
+    @property
+    def removing(self) -> int:
+        return len(self._to_remove)
 
     @property
     def has_to_tidy(self) -> bool:
@@ -412,19 +514,49 @@ class Shared(LowerTier):
         is_cleared = not (self._heard or self._is_clearing_heard)
         if len(self._entries) > self._carried_out and is_cleared:
             self._carried_out, self._carried_digest = len(self._entries), self._digest
-            carried_out, digests = {self.name: self._carried_out}, {self.name: self._digest}
-            _save(self._kept, _Kept(self._host, carried_out, digests))
+            self._is_unsaved = True
+        if self._is_unsaved and self._is_up_to_date:
+            # While other hosts may know clears that this one does not, what was saved before stays:
+            # the next server has to ask them, too.
+            self._is_unsaved = False
+            self._save()
         self._is_syncing = True
+        awaited = max(self._awaited, self._returned)
         job = SyncClears(
             number,
             len(self._entries),
             self._clears[:],
             self._host,
             min(self._carried_out, len(self._entries)),
-            self._awaited,
+            awaited,
             self._digest,
+            self._others if self._returned else [],
+            not self._knows_clears,
+            self._to_remove[:MOST_CLEARS],
         )
-        return job, _Syncing(time.monotonic(), self._awaited)
+        return job, _Syncing(time.monotonic(), awaited)
+
+    def leave(self, number: int) -> Job | None:
+        """The job that takes this host out of the list, because the server ends and keeps no
+        block."""
+        if self.set_aside or not (self._knows_clears and self._is_up_to_date):
+            return None
+        self._carried_out, self._carried_digest = len(self._entries), self._digest
+        self._save()
+        return SyncClears(number, 0, [], self._host, 0, leaves=True)
+
+    def _save(self) -> None:
+        """For the next server."""
+        name = self.name
+        kept = _Kept(
+            self._host,
+            {name: self._carried_out},
+            {name: self._carried_digest},
+            {name: self._entries[: self._carried_out][-_MOST_KEPT:]},
+            {name: self._others},
+            {name: self._to_remove},
+        )
+        _save(self._kept_at, kept)
 
     def put_aside(self, why: str) -> None:
         super().put_aside(why)
@@ -508,23 +640,26 @@ class RecentKeys:
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What the next server needs: by which name other hosts know this one, how many clears were
-    carried out here, and their digest, by tier."""
+    """What the next server needs: by which name other hosts know this one; and by tier: how many
+    clears were carried out here, their digest, the last of them, the other hosts, and digests of
+    tenants of which older blocks are to be removed."""
 
     host: str
     carried_out: dict[str, int]
     digests: dict[str, str] = {}
+    entries: dict[str, list[Entry]] = {}
+    others: dict[str, list[str]] = {}
+    to_remove: dict[str, list[str]] = {}
 
 
-def _load(path: Path) -> tuple[str, dict[str, int], dict[str, str]]:
+def _load(path: Path) -> _Kept:
     """A new host if it cannot be read: then all clears of the log are carried out again."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        return kept.host, kept.carried_out, kept.digests
+        return msgspec.json.decode(path.read_bytes(), type=_Kept)
     name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:_MOST_HOST_CHARS]
-    host = f"{name or 'host'}-{secrets.token_hex(4)}"
-    _save(path, _Kept(host, {}))
-    return host, {}, {}
+    kept = _Kept(f"{name or 'host'}-{secrets.token_hex(4)}", {})
+    _save(path, kept)
+    return kept
 
 
 def _save(path: Path, content: _Kept) -> None:

@@ -7,10 +7,12 @@ What is written is cut into segments, and each is stored with a frame of 64 byte
     head   magic, version, kind of proof, number of the segment, bytes of the whole
     proof  that this segment was written under this name: a checksum
 
-A segment stands on its own, so a range is read in one call and verified like the whole. A frame of
-another version, or of another kind where names are not secret, is a miss and stays as it is: another
-release of kvkeep wrote it. Whatever else is wrong (truncated, changed, moved from another name) is a
-miss and is removed, so that the next write repairs it for all hosts."""
+A segment stands on its own, so a range is read in one call and verified like the whole. Blocks have
+one version, what hosts tell each other another, so that releases which differ in one of them still
+understand the other. A frame of another version, or of another kind where names are not secret, is
+a miss and stays as it is: another release of kvkeep wrote it. Whatever else is wrong (truncated,
+changed, moved from another name) is a miss and is removed, so that the next write repairs it for
+all hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SEGMENT_BYTES = 256 * 1024
 HEAD = struct.Struct("<4sBBHIQ4x")
 PROOF_BYTES = 40
 FRAME_BYTES = HEAD.size + PROOF_BYTES
-VERSION = 1
+VERSION = 1  # the format of blocks
+CONTROL_VERSION = 1  # the format of what hosts tell each other: frames and their content
+CONTROL = "v1/control/"
 _MAGIC = b"kvkt"
 _LONGER = -2  # what is stored is longer than what was read
 _CHECKS = struct.Struct("<QQ")  # of the data; of head, name and the one before
@@ -146,6 +150,15 @@ class CheckedTier:
         """Removes these, if they are there, in whatever version."""
         self.medium.drop([each for name in names for each in self._proofs.names(name)])
 
+    def version(self, name: str) -> int | None:
+        """The format of what is there, read without verifying it; None: it has none, or is gone."""
+        head = memoryview(bytearray(HEAD.size))
+        for stored in self._proofs.names(name):
+            if self.medium.read([Part(stored, [head])]) == [HEAD.size]:
+                magic, version, *_ = HEAD.unpack(head)
+                return int(version) if magic == _MAGIC else None
+        return None
+
     def usage(self) -> Usage:
         return self.medium.usage()
 
@@ -157,7 +170,7 @@ class CheckedTier:
         views: list[memoryview] = []
         total = part.nbytes
         for number, data in enumerate(_segments(part.views)):
-            head = HEAD.pack(_MAGIC, VERSION, self._proofs.kind, 0, number, total)
+            head = HEAD.pack(_MAGIC, _version_of(part.name), self._proofs.kind, 0, number, total)
             proof, stored = self._proofs.seal(name, head, data)
             views += [memoryview(head + proof), memoryview(stored)]
         return Part(name, views)
@@ -214,7 +227,7 @@ class CheckedTier:
             magic, version, kind, _, number, total = HEAD.unpack(head)
             if magic != _MAGIC:
                 return Verdict.BAD, 0
-            if version != VERSION:
+            if version != _version_of(part.name):
                 return Verdict.UNKNOWN, 0
             if kind != self._proofs.kind:
                 return self._proofs.other_kind, 0
@@ -246,6 +259,10 @@ class CheckedTier:
             wanted = data[: min(length, segment.wanted.stop)][segment.wanted.start :]
             _copy(wanted, part.views, max(0, segment.number * SEGMENT_BYTES - part.offset))
         return verdict
+
+
+def _version_of(name: str) -> int:
+    return CONTROL_VERSION if name.startswith(CONTROL) else VERSION
 
 
 def _segments(views: Sequence[memoryview]) -> Iterator[memoryview]:

@@ -142,8 +142,10 @@ class Share(msgspec.Struct, frozen=True, tag=True):
 class SyncClears(msgspec.Struct, frozen=True, tag=True):
     """Appends these clears to a shared tier's log, unless they are there, and asks for all entries
     after number `after`; for all entries if the log up to there has another `digest`. Tells other
-    hosts that this `host` has carried out the clears up to a number, and asks which ones have not
-    carried out number `awaited`, unless that is 0."""
+    hosts that this `host` has carried out the clears up to a number, and asks which ones, and which
+    of `others`, have not carried out number `awaited`, unless that is 0. `was_away`: looks whether
+    the log has lost entries. `to_remove`: digests of tenants whose blocks of before are removed.
+    `leaves`: only takes the host out of the list."""
 
     number: int
     after: int
@@ -152,6 +154,10 @@ class SyncClears(msgspec.Struct, frozen=True, tag=True):
     carried_out: int
     awaited: int = 0
     digest: str = ""
+    others: list[str] = []
+    was_away: bool = False
+    to_remove: list[str] = []
+    leaves: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -184,8 +190,9 @@ class Result(msgspec.Struct, frozen=True):
     may still have good blocks if the job was a Read; it promises nothing about the record of a
     Write or Append. `seconds`: since its first byte was moved. `found` answers a Find, `checksums`
     a Fetch: a row for each block, a column for each shard; `clears` a SyncClears, from the one behind
-    number `after` on, together with the hosts that are `lacking` and the tier's `usage`: blocks, bytes that they take,
-    bytes that there is room for."""
+    number `after` on, together with the hosts that are `lacking`, all `hosts`, whether the log
+    `has_lost` entries, the tenants of which all was `removed`, and the tier's `usage`: blocks, bytes
+    that they take, bytes that there is room for."""
 
     number: int
     error: str = ""
@@ -197,6 +204,9 @@ class Result(msgspec.Struct, frozen=True):
     lacking: list[str] = []
     usage: tuple[int, int, int] = (0, 0, 0)
     after: int = 0
+    hosts: list[str] = []
+    has_lost: bool = False
+    removed: list[str] = []
 
 
 Job = Write | Read | Check | Append | Compact | Find | Fetch | Share | SyncClears

@@ -4,7 +4,8 @@
                Fetch       ──► 4 threads ──┤
                Share       ──► 2 threads ──┼──► Result
                SyncClears  ──► 1 thread  ──┤
-               summaries       1 thread  ──┘
+               summaries       1 thread  ──┤
+               removal         1 thread  ──┘
 
 Clients of shared tiers block and cannot be cancelled; this process can be killed. Each kind of job
 has threads of its own, so that writes that hang hold up no lookup. A job is cut into pieces of about
@@ -32,7 +33,7 @@ from kvkeep.errors import TierError
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.tiers.checked_tier import CheckedTier
-from kvkeep.tiers.clear_log import ALL, Entry, Hosts, SharedLog
+from kvkeep.tiers.clear_log import START, Entry, Hosts, SharedLog
 from kvkeep.tiers.mover import (
     MOST_CLEARS,
     Cancel,
@@ -56,6 +57,8 @@ THREADS: Final[dict[type, int]] = {Find: 2, Fetch: 4, Share: 2, SyncClears: 1}
 _MOST_BLOCKS: Final = 64  # of a piece
 _SUMMARIES_S: Final = 1.0
 _HOST_WITHIN_S: Final = 5.0
+_REMOVE_AGAIN_S: Final = 10.0  # a write that was under way at a clear has arrived by then
+_LONGEST_PAUSE_S: Final = 60.0  # after removals that failed
 
 
 @dataclass(eq=False)
@@ -71,6 +74,9 @@ class _Moving:
     clears: list[Entry] = field(default_factory=list)
     after: int = 0  # the number before the first of them
     lacking: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    has_lost: bool = False
+    removed: list[str] = field(default_factory=list)
     usage: tuple[int, int, int] = (0, 0, 0)
     error: str = ""
     began_s: float = 0.0
@@ -90,6 +96,8 @@ class SharedProcess:
         self._log = SharedLog(tier)
         self._hosts: Hosts | None = None
         self._is_listed = False  # among the hosts that use the tier
+        self._host_names: list[str] = []
+        self._removal = Removal(tier, self._log)
         self._socket = connected
         self._sending = threading.Lock()
         self._lock = threading.Lock()
@@ -257,34 +265,51 @@ class SharedProcess:
                     self._summaries = Summaries(self._tier, host, self._shown)
                     self._knows_host.set()
                 self._summaries.publish()
-                self._summaries.read(hosts.names())
+                self._host_names, past = hosts.present_and_past()
+                self._summaries.read(past)
             time.sleep(_SUMMARIES_S)
 
     def _sync(self, moving: _Moving, job: SyncClears) -> None:
         self._hosts = self._hosts or Hosts(self._tier, job.host, self._log.mark)
-        known = self._log.sync(job.clears, 0)
+        if job.leaves:
+            self._hosts.leave()
+            return
+        self._hosts.join()  # first: whoever clears from now on waits for this host
+        self._log.begin()
+        known = self._log.sync(job.clears, 0, is_unconfirmed=job.awaited > 0)
+        if job.was_away:
+            has_start = any(each.name == START for each in job.clears)
+            moving.has_lost = self._has_lost_entries(self._hosts, has_start)
+            known = self._log.sync([], 0)
         is_same = self._log.digest(job.after) == job.digest
         moving.after = job.after if is_same else 0
         moving.clears = known[moving.after :]
         is_first = not self._is_listed
         self._hosts.confirm(job.carried_out if is_same else 0)
+        self._hosts.say_known(len(known))
         self._is_listed = True
         if is_first:
+            self._host_names = self._hosts.names()
             threading.Thread(target=self._summarize, args=(job.host,), daemon=True).start()
+            threading.Thread(target=self._removal.run, daemon=True).start()
+        moving.hosts = self._host_names
         if job.awaited and is_same:
-            moving.lacking = self._hosts.lacking(job.awaited)
+            moving.lacking = self._hosts.lacking(job.awaited, job.others)
+        moving.removed = self._removal.update(job.to_remove)
         usage = self._tier.usage()
         moving.usage = usage.blocks, usage.used_bytes, usage.capacity_bytes
-        if job.clears:
-            threading.Thread(target=self._delete, args=(job.clears,), daemon=True).start()
+        self._log.has_lost = False
 
-    def _delete(self, clears: list[Entry]) -> None:
-        """Removes what was cleared, as far as it is known where that is. It is out of use already:
-        if this fails, it stays until it is evicted."""
-        for tenant in (each.name for each in clears if each.name != ALL):
-            for generation in self._log.generations(tenant)[:-1]:
-                with contextlib.suppress(TierError):
-                    self._tier.delete(f"v1/{tenant}/{generation}/")
+    def _has_lost_entries(self, hosts: Hosts, has_start: bool) -> bool:
+        """Whether the log lacks entries that it had. `has_start`: START has just been appended, and
+        stands for those that hosts have known before."""
+        most = hosts.most_known()
+        known = self._log.sync([], 0)  # a host says what it knows when that is in the log
+        more = [host for host, entries in most.items() if entries > len(known)]
+        if has_start:
+            hosts.forget_known(more)
+            more = []
+        return bool(more) or self._log.has_more() or self._log.has_lost
 
     def _answer(self, moving: _Moving) -> None:
         seconds = time.monotonic() - moving.began_s if moving.began_s else 0.0
@@ -301,9 +326,72 @@ class SharedProcess:
             moving.lacking,
             moving.usage,
             moving.after,
+            moving.hosts,
+            moving.has_lost,
+            moving.removed,
         )
         with self._sending:
             self._socket.sendall(frame_of(result))
+
+
+@dataclass
+class _Removing:
+    """A tenant of which older blocks are removed."""
+
+    generations: int  # that it has had
+    due_s: float
+    passes: int = 0  # over all that may be there, that did not fail
+    pause_s: float = 1.0
+
+
+class Removal:
+    """Removes what tenants had stored before they were cleared. It is out of use already. What fails
+    is tried again, until nothing is left that a write under way at the clear may have added."""
+
+    def __init__(self, tier: CheckedTier, log: SharedLog) -> None:
+        self._tier = tier
+        self._log = log
+        self._lock = threading.Lock()
+        self._left: dict[str, _Removing] = {}
+        self._gone: dict[str, int] = {}  # and how many generations each had then
+
+    def update(self, tenants: list[str]) -> list[str]:
+        """Sets which tenants are to be removed, by their digests. Returns those that are gone."""
+        generations = {tenant: len(self._log.generations(tenant)) for tenant in tenants}
+        with self._lock:
+            for tenant, count in generations.items():
+                known = self._left.get(tenant)
+                is_gone = self._gone.get(tenant) == count
+                if not is_gone and (known is None or known.generations != count):
+                    self._left[tenant] = _Removing(count, time.monotonic())
+            gone = [tenant for tenant in tenants if tenant not in self._left]
+            self._gone.clear()
+        return gone
+
+    def run(self) -> None:
+        while True:
+            with self._lock:
+                due = [name for name, each in self._left.items() if each.due_s <= time.monotonic()]
+            for tenant in due:
+                self._remove(tenant)
+            time.sleep(_SUMMARIES_S)
+
+    def _remove(self, tenant: str) -> None:
+        removing = self._left[tenant]
+        generations = self._log.generations(tenant)
+        try:
+            count = sum(self._tier.delete(f"v1/{tenant}/{each}/") for each in generations[:-1])
+        except TierError:
+            removing.due_s = time.monotonic() + removing.pause_s
+            removing.pause_s = min(2 * removing.pause_s, _LONGEST_PAUSE_S)
+            return
+        with self._lock:
+            if count or not removing.passes:
+                removing.passes += 1
+                removing.due_s = time.monotonic() + _REMOVE_AGAIN_S
+            elif self._left[tenant] is removing:
+                del self._left[tenant]
+                self._gone[tenant] = removing.generations
 
 
 def _names(place: str, keys: bytes) -> list[str]:
