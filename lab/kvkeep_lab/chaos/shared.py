@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvkeep.client import loads, worker
+from kvkeep.client import loads, rank_memory, worker
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.engine import engine
 from kvkeep.kv.keys import KEY_BYTES
@@ -79,6 +79,7 @@ class SeededSecrets:
 def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
     """Time and threads of shared tiers are those of the simulation, and so are the times by which
     engines decide how long they wait for a tier. What is drawn at random comes from the seed."""
+    rank_memory._note_slow_copies.cache_clear()  # each run passes its lines as the first does
     threads, time = OwnThreads(simulation), SimulatedTime(simulation)
     secrets = SeededSecrets(seed)
     patches: list[tuple[Any, str, Any]] = [
@@ -89,6 +90,7 @@ def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
         (summaries, "time", time),
         (summaries, "threading", threads),
         (clear_log, "threading", threads),
+        (clear_log, "secrets", secrets),
         (shared_process, "time", time),
         (shared_process, "threading", threads),
         (loads, "time", time),
@@ -194,7 +196,7 @@ class Clears:
 
     def __init__(self) -> None:
         self.complete: list[_Clear] = []
-        self.hosts: list[str] = []
+        self.hosts: list[ChaosShared] = []
 
 
 class ChaosShared:
@@ -222,7 +224,7 @@ class ChaosShared:
         self.service = service
         self._simulation = service.simulation
         self._clears = clears
-        clears.hosts.append(self.name)
+        clears.hosts.append(self)
         self._record = record
         self._kept = directory / "shared-tier.json"
         self._kept.write_bytes(msgspec.json.encode({"host": self.name, "carried_out": {}}))
@@ -311,13 +313,18 @@ class ChaosShared:
                 self._clears.complete.append(_Clear(tenant, asked_us, now_us, named, unlisted))
                 text = f"a clear is complete{f', except on {sorted(named)}' if named else ''}"
                 self._record.tell(self.name, text)
+                for host in self._clears.hosts:
+                    host.check_memory()
             elif self._simulation.now_us < asked_us + _CLEAR_WITHIN_US:
                 self._simulation.after(_ASK_CLEAR_US, look)
 
         self._simulation.after(_ASK_CLEAR_US, look)
 
-    def check_memory(self, store: Store) -> None:
+    def check_memory(self) -> None:
         """No block is there that a clear was said to have removed."""
+        if self.movement is None:
+            return
+        store = self.movement._store
         for owner in store.tenants:
             for key, row in owner.index.items():
                 if store.blocks.table.state[row] != READY:
@@ -364,7 +371,8 @@ class ChaosShared:
         """Hosts that are not in the service's list now."""
         values = self.service.values
         listed = b"".join(values[name] for name in values if name.startswith(clear_log.HOSTS))
-        return {name for name in self._clears.hosts if f'"{name}"'.encode() not in listed}
+        names = [host.name for host in self._clears.hosts]
+        return {name for name in names if f'"{name}"'.encode() not in listed}
 
     def _wall_ms(self) -> int:
         return _TODAY_MS + self._simulation.now_us // 1000
