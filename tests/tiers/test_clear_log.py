@@ -155,6 +155,14 @@ def test_a_log_that_all_hosts_have_forgotten_begins_with_other_generations(
     assert after.generations("a")[-1] not in before.generations("a")
 
 
+def test_a_log_that_cannot_begin_is_not_one_without_clears(
+    tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "write", lambda parts: [False] * len(parts))
+    with pytest.raises(TierError, match="no room"):
+        SharedLog(tier).begin()
+
+
 def test_a_hole_is_found_and_what_another_host_appends_is_none(
     tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +200,7 @@ def test_an_entry_that_others_may_not_have_seen_is_looked_for_soon(tier: Checked
     tier.drop(["v1/control/clears/1"])
     assert two.sync([], 0) == []
     for _ in range(3):
-        one.sync([], 0, is_unconfirmed=True)
+        one.sync([], 0, check_soon=True)
     assert two.sync([], 0) == entries
 
 
@@ -205,12 +213,25 @@ def test_a_host_that_has_left_is_not_waited_for_until_it_joins_again(tier: Check
     assert one.lacking(1, ["two", "three"]) == ["two", "three"]
     two.leave()
     assert one.names() == ["one"] and one.lacking(1) == []
-    assert one.present_and_past() == (["one"], ["one", "two"]), "its blocks are still there"
+    assert one.present_and_gone() == (["one"], ["two"]), "its blocks are still there"
     again = Hosts(tier, "two")
     again.join()
     assert one.names() == ["one", "two"] and one.lacking(1) == ["two"]
     again.leave()
     assert Hosts(tier, "three").names() == ["one"]
+
+
+def test_a_host_whose_entry_is_lost_is_soon_in_the_list_again(tier: CheckedTier) -> None:
+    hosts = [Hosts(tier, name) for name in ("one", "two", "three")]
+    for host in hosts:
+        host.join()
+    tier.drop(["v1/control/hosts/2"])
+    new = Hosts(tier, "new")
+    new.join()
+    assert "two" not in new.names()
+    for _ in range(3):
+        hosts[1].names()
+    assert new.names() == ["one", "new", "three", "two"]
 
 
 def test_hosts_say_how_much_of_the_log_they_know(tier: CheckedTier) -> None:

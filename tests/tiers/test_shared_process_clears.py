@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,16 +47,19 @@ class Process:
         self._theirs.close()
 
     def sync(self, *clears: Entry, **more: Any) -> Result:
+        result = self.try_sync(*clears, **more)
+        assert not result.error, result.error
+        return result
+
+    def try_sync(self, *clears: Entry, **more: Any) -> Result:
         job = SyncClears(next(self._numbers), 0, list(clears), self._host, 0, **more)
         self._process.take(job)
         while (body := take_frame(self._received)) is None:
             self._received += self._ours.recv(1 << 16)
-        result = msgspec.msgpack.decode(body, type=Result)
-        assert not result.error, result.error
-        return result
+        return msgspec.msgpack.decode(body, type=Result)
 
 
-Start = Callable[[str], Process]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -76,8 +80,8 @@ def start(tier: CheckedTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]
     monkeypatch.setattr(shared_process, "time", simulated)
     started: list[Process] = []
 
-    def make(host: str) -> Process:
-        started.append(Process(tier, host))
+    def make(host: str, own: CheckedTier | None = None) -> Process:
+        started.append(Process(own or tier, host))
         return started[-1]
 
     yield make
@@ -105,6 +109,26 @@ def test_a_host_that_was_away_is_told_what_the_log_has_lost(
         result = after.sync(unknown, **away)
         assert not result.has_lost and unknown in result.clears and len(result.clears) == 5
         assert not start("three").sync(**away).has_lost
+
+
+@pytest.mark.parametrize("at", range(16))
+def test_a_host_publishes_whenever_the_service_has_failed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Once, at any of its first calls."""
+    medium, calls = Dictionary(), itertools.count()
+
+    def failing(call: Callable[[Any], Any], given: Any) -> Any:
+        if next(calls) == at:
+            raise TierError("the service fails")
+        return call(given)
+
+    for name in ("leading", "read", "write", "drop"):
+        monkeypatch.setattr(medium, name, partial(failing, getattr(medium, name)))
+    host = start("one", CheckedTier(medium))
+    while host.try_sync(was_away=True).error:
+        pass
+    assert eventually(lambda: any("/summaries/one/" in name for name in [*medium.values]))
 
 
 def test_a_host_leaves_the_list(start: Start) -> None:

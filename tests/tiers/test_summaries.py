@@ -56,6 +56,19 @@ def words(number: int, count: int = 10) -> NDArray[np.uint64]:
     return np.random.default_rng(number).integers(0, 1 << 63, count, np.uint64)
 
 
+def test_what_a_host_wrote_that_is_gone_is_known_as_long_as_it_is_there(hosts: Hosts) -> None:
+    hosts.one.wrote(words(1))
+    hosts.one.publish()
+    hosts.two.read(["two"], ["one"])
+    assert not hosts.maps[1].lacks(words(1)) and hosts.maps[1].lacks(words(2))
+    hosts.medium.delete("v1/control/summaries/one/")
+    again = Hosts(hosts.medium)
+    again.two.publish()
+    again.medium.delete("v1/control/summaries/one/")
+    again.two.read(["two"], ["one"])
+    assert again.maps[1].lacks(words(1)), "a host that is gone holds nobody up"
+
+
 def test_what_one_host_wrote_the_other_does_not_call_absent(hosts: Hosts) -> None:
     assert hosts.lacks(words(1)) and hosts.lacks(words(2))
     hosts.one.wrote(words(1))

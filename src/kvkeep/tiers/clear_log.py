@@ -42,7 +42,7 @@ _MOST_DONE = 64  # entries of one reading that are confirmed one by one
 _ENTRY_BYTES = 128
 _AT_ONCE = 64
 _CHECK_EVERY = 60  # readings: then all entries are compared
-_CHECK_SOON = 3  # readings, while hosts have not confirmed a clear: they may not see it
+_CHECK_SOON = 3  # readings of the list of hosts; and while hosts may not see a clear
 _DIGEST_BYTES = 16
 _GENERATION_BYTES = 8
 
@@ -83,12 +83,12 @@ class SharedLog:
         self._readings = 0
 
     def sync(
-        self, entries: Sequence[Entry], after: int, *, is_unconfirmed: bool = False
+        self, entries: Sequence[Entry], after: int, *, check_soon: bool = False
     ) -> list[Entry]:
         """Appends these, unless they are there, and returns all entries after number `after`."""
         with self._lock:
             self._readings += 1
-            every = _CHECK_SOON if is_unconfirmed else _CHECK_EVERY
+            every = _CHECK_SOON if check_soon else _CHECK_EVERY
             if self._readings % every == 0 or self._has_lost_its_end():
                 self._read_anew()
             self._read()
@@ -109,6 +109,8 @@ class SharedLog:
                 start = Entry(START, secrets.token_hex(_DIGEST_BYTES))
                 self._tier.write([_part(self._place, 1, start)])
                 self._read()  # that of another host, if it was first
+                if not self._known:
+                    raise _no_room()
 
     def has_more(self) -> bool:
         """Whether there are entries after one that is missing."""
@@ -143,7 +145,7 @@ class SharedLog:
         while clear not in self._known:
             number = len(self._known) + 1
             if self._tier.write([_part(self._place, number, clear)]) != [True]:
-                raise TierError("the shared tier has no room to note a clear", "make room on it")
+                raise _no_room()
             self._read()  # what another host wrote first under this number stays
             if len(self._known) < number:
                 raise TierError("an entry of the log of clears cannot be read back")
@@ -236,12 +238,14 @@ class Hosts:
 
     def names(self) -> list[str]:
         """All hosts that have joined and not left, this one among them."""
-        return self.present_and_past()[0]
+        return self.present_and_gone()[0]
 
-    def present_and_past(self) -> tuple[list[str], list[str]]:
-        """The same, and all that have ever joined: what these have written is still there."""
-        entries = self._log.sync([], 0)
-        return list(_tokens(entries)), list(dict.fromkeys(each.name for each in entries))
+    def present_and_gone(self) -> tuple[list[str], list[str]]:
+        """The same, and those that have left, the last one first: what they wrote is still there."""
+        entries = self._log.sync([], 0, check_soon=True)
+        present = list(_tokens(entries))
+        names = dict.fromkeys(each.name for each in reversed(entries))
+        return present, [name for name in names if name not in present]
 
     def lacking(self, number: int, others: Sequence[str] = ()) -> list[str]:
         """The other hosts that have not carried out that clear; `others` are asked even if they are
@@ -290,6 +294,10 @@ def _tokens(entries: Sequence[Entry]) -> dict[str, list[str]]:
         if not each.token.startswith("-") and (each.name, each.token) not in left:
             hosts.setdefault(each.name, []).append(each.token)
     return hosts
+
+
+def _no_room() -> TierError:
+    return TierError("the shared tier has no room to note a clear", "make room on it")
 
 
 def _other_format(tier: CheckedTier, name: str) -> TierError:

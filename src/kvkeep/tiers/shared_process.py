@@ -95,7 +95,7 @@ class SharedProcess:
         self._tier = tier
         self._log = SharedLog(tier)
         self._hosts: Hosts | None = None
-        self._is_listed = False  # among the hosts that use the tier
+        self._has_begun = False  # to publish, and to remove what was cleared
         self._host_names: list[str] = []
         self._removal = Removal(tier, self._log)
         self._socket = connected
@@ -255,18 +255,17 @@ class SharedProcess:
             # guard: whatever happened to this job, the mover goes on with the others
             moving.error = describe(error)
 
-    def _summarize(self, host: str) -> None:
+    def _summarize(self, host: str, hosts: Hosts) -> None:
         """Publishes, and reads what others have published, each second. While that fails, blocks are
         asked for."""
-        hosts = Hosts(self._tier, host)
         while True:
             with contextlib.suppress(TierError):
                 if self._summaries is None:
                     self._summaries = Summaries(self._tier, host, self._shown)
                     self._knows_host.set()
                 self._summaries.publish()
-                self._host_names, past = hosts.present_and_past()
-                self._summaries.read(past)
+                self._host_names, gone = hosts.present_and_gone()
+                self._summaries.read(self._host_names, gone)
             time.sleep(_SUMMARIES_S)
 
     def _sync(self, moving: _Moving, job: SyncClears) -> None:
@@ -276,7 +275,7 @@ class SharedProcess:
             return
         self._hosts.join()  # first: whoever clears from now on waits for this host
         self._log.begin()
-        known = self._log.sync(job.clears, 0, is_unconfirmed=job.awaited > 0)
+        known = self._log.sync(job.clears, 0, check_soon=job.awaited > 0)
         if job.was_away:
             has_start = any(each.name == START for each in job.clears)
             moving.has_lost = self._has_lost_entries(self._hosts, has_start)
@@ -284,13 +283,13 @@ class SharedProcess:
         is_same = self._log.digest(job.after) == job.digest
         moving.after = job.after if is_same else 0
         moving.clears = known[moving.after :]
-        is_first = not self._is_listed
         self._hosts.confirm(job.carried_out if is_same else 0)
         self._hosts.say_known(len(known))
-        self._is_listed = True
-        if is_first:
-            self._host_names = self._hosts.names()
-            threading.Thread(target=self._summarize, args=(job.host,), daemon=True).start()
+        if not self._has_begun:
+            self._host_names = self._hosts.names()  # may fail: then the next job begins
+            self._has_begun = True
+            publishing = job.host, self._hosts
+            threading.Thread(target=self._summarize, args=publishing, daemon=True).start()
             threading.Thread(target=self._removal.run, daemon=True).start()
         moving.hosts = self._host_names
         if job.awaited and is_same:

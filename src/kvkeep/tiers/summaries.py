@@ -123,17 +123,20 @@ class Summaries:
             self._number += 1
             self._published = written
 
-    def read(self, hosts: Sequence[str]) -> None:
-        """Reads what these hosts, all that use the tier, have published since the last time."""
+    def read(self, hosts: Sequence[str], gone: Sequence[str] = ()) -> None:
+        """Reads what these hosts, all that use the tier, have published since the last time; and what
+        those that are gone had published, as far as it is still there."""
         began_s = time.monotonic()
         with self._lock:
             if _count(self._shown.bits) > _FULL:
                 self._seen.clear()
                 self._shown.clear()
         is_complete = len(hosts) <= _MOST_HOSTS
-        heads = self._heads(hosts[:_MOST_HOSTS])
-        for host in hosts[:_MOST_HOSTS]:
-            is_complete &= host in heads and self._take(host, heads[host])
+        asked = [*hosts, *gone][:_MOST_HOSTS]
+        heads = self._heads(asked)
+        for host in asked:
+            is_taken = host in heads and self._take(host, heads[host])
+            is_complete &= is_taken or host in gone
         if self._host not in heads:
             self._published = 0  # the service has evicted it
         if is_complete:
