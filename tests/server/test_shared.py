@@ -266,6 +266,16 @@ def test_a_host_that_was_not_away_knows_all_that_the_log_has_lost(world: World) 
     assert heard == [] and not job.others
 
 
+def test_what_a_log_had_twice_is_noted_again_once(world: World) -> None:
+    """The service did a write that it had not acknowledged, after the entry was written again."""
+    read_log(world, BEGIN, ONE, ONE, TWO)
+    read_log(world, BEGIN)
+    assert read_log(world, after=1)[0].clears == [ONE, TWO]
+    read_log(world, ONE, TWO, after=1)
+    job, _ = read_log(world, after=3)
+    assert job.clears == [] and not world.tier.is_clearing
+
+
 def test_a_generation_that_was_lost_is_not_used_for_another_clear(
     known: tuple[World, Layout, Shown],
 ) -> None:

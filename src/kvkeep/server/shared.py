@@ -482,7 +482,7 @@ class Shared(LowerTier):
         log.warning("%s %s has lost clears of tenants: they are noted again", self.kind, self.name)
         awaited = self._entries[self._awaited - 1 : self._awaited] if self.is_clearing else []
         lost = [each for each in self._entries if each not in clears or each in awaited]
-        self._clears = lost + [each for each in self._clears if each not in lost]
+        self._clears = list(dict.fromkeys(lost + self._clears))  # a late write notes one twice
         self._known_before |= set(self._entries[: self._carried_out])
         self._entries, self._digest = [], ""
         self._generations.clear()
