@@ -32,15 +32,17 @@ _SLOW_S = 2.0  # a job that takes longer: nothing is promised of that tier
 
 
 class Throughput:
-    """Of the last jobs, while the tier was busy: jobs that run side by side share the time."""
+    """Of the last jobs, while the tier was busy: jobs that run side by side share the time. It
+    begins as if the assumed speed had been measured for a second, so that one slow job at the start
+    says little."""
 
     def __init__(self) -> None:
-        self._nbytes, self._seconds = 0.0, 0.0
+        self._nbytes, self._seconds = _FIRST_RATE, 1.0
         self._ended_s = float("-inf")  # the last job
 
     @property
     def bytes_per_s(self) -> float:
-        return self._nbytes / self._seconds if self._seconds else _FIRST_RATE
+        return self._nbytes / self._seconds
 
     def add(self, nbytes: int, seconds: float, now_s: float) -> None:
         """A job that has ended now and took so long."""
