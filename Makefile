@@ -70,8 +70,8 @@ demo: $(STAMP)
 # Three tiers of tests; tests/conftest.py says what belongs to which. They run in lanes, two at a
 # time, the longest first. All is installed before, because an installation writes the C library that
 # tests have loaded.
-LONG_FOLDERS := e2e cli lab tiers server bench chaos
-LANES := test-vllm $(LONG_FOLDERS:%=test-folder-%) test-vllm-contract test-other-folders
+LONG_FOLDERS := e2e lab tiers cli server bench chaos
+LANES := test-vllm test-other-folders $(LONG_FOLDERS:%=test-folder-%) test-vllm-contract
 QUICK_LANES := test-other-folders $(filter-out test-vllm-contract test-folder-bench test-other-folders,$(LANES))
 
 test: ready
