@@ -99,7 +99,9 @@ NIGHTLY: tuple[str, ...] = (
     ),
     "lab/bench/test_observe.py",
     "lab/bench/test_turns.py",
+    "lab/chaos/test_shared.py::test_every_fault_of_a_service_happens_and_is_survived",
     "lab/commands/test_fuzz.py",
+    "lab/fuzz/test_engine.py::test_answers_are_those_without_a_cache",
     "lab/fuzz/test_targets.py",
     "tiers/test_shared_process.py::test_a_clear_leaves_nothing_to_reach_while_another_host_writes[moon",
     "tiers/test_shared_process.py::test_a_stalled_service_costs_its_blocks_and_is_used_again[moon",
@@ -108,6 +110,7 @@ NIGHTLY: tuple[str, ...] = (
     "vllm/test_connector_parallel.py::test_engines_of_one_and_two_ranks_share_what_they_cut_into_the_same_shards[1-gemma3",
     "vllm/test_connector_parallel.py::test_engines_of_one_and_two_ranks_share_what_they_cut_into_the_same_shards[2-gemma3",
     "vllm/test_connector_parallel.py::test_mla_is_stored_once_and_every_rank_gets_the_same_bytes[1",
+    "vllm/test_connector_parallel.py::test_two_ranks_say_an_outage_once_and_once_that_it_is_over",
     "vllm/test_connector_scheduling.py::test_preempted_requests_answer_the_same[gemma3",
 )
 
