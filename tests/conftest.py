@@ -103,6 +103,7 @@ NIGHTLY: tuple[str, ...] = (
     "lab/commands/test_fuzz.py",
     "lab/fuzz/test_engine.py::test_answers_are_those_without_a_cache",
     "lab/fuzz/test_targets.py",
+    # Not mended: beside another lane they fail now and then with Mooncake, and why is not known.
     "tiers/test_shared_process.py::test_a_clear_leaves_nothing_to_reach_while_another_host_writes[moon",
     "tiers/test_shared_process.py::test_a_stalled_service_costs_its_blocks_and_is_used_again[moon",
     "vllm/test_connector_bench.py",

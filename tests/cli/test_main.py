@@ -47,7 +47,8 @@ def test_a_misspelt_command_is_guessed(kvkeep: Run) -> None:
 
 def test_a_command_imports_no_other() -> None:
     program = (
-        "import sys; from kvkeep.cli.main import app; app(['serve', '--help'], standalone_mode=False);"
+        "import sys; from kvkeep.cli.main import app;"
+        "app(['serve', '--help'], standalone_mode=False);"
         "print([name for name in sys.modules if name.startswith('kvkeep.cli.')], file=sys.stderr)"
     )
     done = subprocess.run(

@@ -101,7 +101,7 @@ PLACES = {name: place for section in SECTIONS.values() for name, place in sectio
 
 
 class Commands(Mapping[str, Any]):
-    """By name. One is imported when it is looked up."""
+    """All commands by name. One is imported when it is looked up, and not before."""
 
     def __getitem__(self, name: str) -> Any:
         return PLACES[name].command(name)
