@@ -1,7 +1,7 @@
 """The store beside a naive model, in a pool so small that everything is always being evicted.
 
-Every seed is the same in each run. KVKEEP_TEST_EXAMPLES=2000 tries that many runs, with fresh
-seeds."""
+The same code and the same selection of tests try the same runs. KVKEEP_TEST_EXAMPLES=2000 tries
+that many, with fresh seeds."""
 
 from __future__ import annotations
 

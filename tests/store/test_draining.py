@@ -95,6 +95,23 @@ def test_a_chain_is_found_up_to_the_drained_slab_and_not_extended_below_it(hand:
     assert h.lookup("abcdef", "ann").blocks == 4
 
 
+def test_what_is_half_written_in_a_drained_slab_is_held_no_further(hand: Hands) -> None:
+    """Its other shard may come while somebody holds it, but would hold it anew afterwards."""
+    h = hand(4, slabs=2, shard_bytes=(2048, 2048))
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.quota("bob", 4)
+    for word in ("ab", "xyz"):  # slabs: abxy, z
+        write, _ = h.prepare(word, "ann", shard=0)
+        h.complete(write)
+    write, plan = h.prepare("x", "ann", shard=1)
+    h.prepare("z", "cy", shard=0)
+    assert len(plan.slots) == 1 and h.put("B", "bob", layout=large) == 1
+    assert h.store.blocks.draining.is_active(h.now_ms)
+    _, refused = h.prepare("ab", "ann", shard=1)
+    assert not len(refused.slots) and refused.refused == 2
+    h.complete(write)
+
+
 def test_a_slab_is_opened_again_if_the_tenant_does_not_come_back(world: Any) -> None:
     held = one_in_each_slab(world)
     leases = leases_of(world, held)

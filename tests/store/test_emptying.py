@@ -148,3 +148,27 @@ def test_requests_of_both_sizes_beside_a_slab_that_is_emptied(hand: Hands, seed:
             h.store.tidy(h.now_ms)
         check_integrity(h.store)
     tidied(h)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_slab_may_be_closed_beside_a_request_for_the_slots_that_were_free_in_it(
+    hand: Hands, turns: int
+) -> None:
+    """bob, who has a quota, needs a slab of ann's for blocks of another size: not the one with a
+    leased block. cy, who also has one, finds nothing that it may evict."""
+    h = hand(SMALL_A_SLAB, slabs=2)
+    large = h.store.open_layout(1, b"large", (SMALL_A_SLAB * 4096,)).number
+    h.put(chain("x", SMALL_A_SLAB), "ann")
+    h.put(chain("y", SMALL_A_SLAB - 1), "ann")
+    h.lease(chain("x", 1), "ann")
+    h.lookup(chain("y", SMALL_A_SLAB - 1), "ann")
+    h.quota("bob", SMALL_A_SLAB)
+    h.quota("cy", 1)
+    for at in range(40):  # to look at all of them takes several turns
+        h.quota(f"tenant {at}", 0)
+    h.store.blocks.a_turn = 1
+    assert h.put("L", "bob", layout=large) == 1
+    for _ in range(turns):
+        h.store.tidy(h.now_ms)
+    assert h.put("ccc", "cy") >= 1
+    check_integrity(h.store)

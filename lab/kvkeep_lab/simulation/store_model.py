@@ -257,7 +257,7 @@ class StoreModel:
         state.writes[write] = work
         if above is not None:
             above.used = self._next_use()
-        last_known = above
+        last_known = above if room else None
         room = self._make_room(tenant, room, above, now_ms) if room else 0
         use = self._next_use()
         for key in keys[taken : taken + room]:

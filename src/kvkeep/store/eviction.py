@@ -101,7 +101,8 @@ class Eviction:
                 self.evictions += evicted
                 self._budget.blocks -= evicted
             available = slabs.available(slot_bytes)
-        return min(wanted, available)
+        # a slab that is being emptied for another size may have closed one of this size
+        return min(wanted, slabs.available(slot_bytes))
 
     @contextmanager
     def _pressure(self, reason: str, tenant: Tenant) -> Iterator[None]:

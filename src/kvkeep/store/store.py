@@ -358,9 +358,9 @@ class Store:
         room = min(len(wanted) - new_from, may_write - len(joined))
         if self.tenants.reserved_bytes:
             may_hold = self.tenants.may_hold(known, self.slabs.capacity_bytes) // shape.slot_bytes
-            may_hold -= not_held(self.blocks.table, above)
             if self.blocks.draining.is_active(now_ms) and self.blocks.draining.reaches(above):
                 may_hold = 0
+            may_hold -= not_held(self.blocks.table, above)
             room = min(room, may_hold)
             if may_hold < 0 and joined:
                 new_from, joined = joined[0][0], []
