@@ -107,7 +107,7 @@ def test_what_is_up_when_patience_ends_is_used(sim: Any) -> None:
     lookup = tiered.scheduler.lookup(None, keys(10))
     answer, took_ms = tiered.wait(lookup)
     assert answer.blocks == 3 and 100 <= took_ms <= 110
-    assert tiered.patience == [100, 0], "the last question says that patience has ended"
+    assert tiered.patience[0] == 100 and tiered.patience[-1] == 0, "the last says that it has ended"
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout=0"])
@@ -128,6 +128,16 @@ def test_wait_goes_on_as_long_as_blocks_are_coming(sim: Any) -> None:
     tiered.on_disk(10)
     answer, took_ms = tiered.wait(tiered.scheduler.lookup(None, keys(10)))
     assert answer.blocks == 10 and took_ms >= 4_000
+
+
+def test_blocks_that_come_sooner_than_the_server_expects_are_used_soon(sim: Any) -> None:
+    """It has not measured its tier yet. No request waits more than twice as long as it must."""
+    tiered = Tiered(sim, tier_patience="wait")
+    tiered.on_disk(10)
+    tiered.tiers.guess_ms = 5_000
+    answer, took_ms = tiered.wait(tiered.scheduler.lookup(None, keys(10)))
+    assert answer.blocks == 10 and 100 <= took_ms <= 160
+    assert len(tiered.patience) == 3
 
 
 def test_a_stalled_tier_stops_no_request(sim: Any) -> None:
@@ -152,6 +162,19 @@ def test_no_request_waits_longer_than_computing_takes(
     assert answer.blocks == blocks and took_ms <= longest_ms
     for _ in range(3):
         assert tiered.poll(lookup) is answer
+
+
+def test_a_busy_moment_does_not_undo_the_wait(sim: Any) -> None:
+    """When it asks again, the server expects what is left later than computing it would take."""
+    tiered = Tiered(sim, block_ms=10)
+    tiered.on_disk(10)
+    lookup = tiered.scheduler.lookup(None, keys(10))
+    while sim.recorder.count(m.Lookup) < 2:
+        tiered.tiers.guess_ms = 5_000 if lookup.until_ms else 0
+        assert tiered.poll(lookup, most_ms=150) is None
+        sim.run(1, step_ms=1)
+    answer, _ = tiered.wait(lookup, most_ms=1)
+    assert answer.blocks == 10
 
 
 def test_a_request_whose_turn_comes_late_finds_what_has_come_meanwhile(sim: Any) -> None:

@@ -29,6 +29,7 @@ class SimulatedTiers:
 
     def __init__(self, server: SimulatedServer, block_ms: int = 1) -> None:
         self.block_ms = block_ms
+        self.guess_ms = 0  # how much later than true the server expects the last block
         self.stalled = False
         self.promoted = 0
         self._kept: dict[_Name, tuple[list[bytes], NDArray[np.uint64]]] = {}
@@ -98,7 +99,7 @@ class SimulatedTiers:
                 self._due[name] = last_ms, layout, chain[at - 1] if at else b""
         if not count:
             return 0, 0
-        expected_ms = self._due[tenant, chain[hit_blocks + count - 1]][0] - now_ms
+        expected_ms = self._due[tenant, chain[hit_blocks + count - 1]][0] - now_ms + self.guess_ms
         return count, self.block_ms * count if self.stalled else max(1, expected_ms)
 
     def orders(self, fingerprint: bytes) -> dict[int, bytes]:

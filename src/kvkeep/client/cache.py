@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from kvkeep.client.calls import Call, ClientCounters, Hit, read_found
+from kvkeep.client.calls import FIRST_PAUSE_MS, Call, ClientCounters, Hit, read_found
 from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import trouble
@@ -215,10 +215,11 @@ class Cache:
         """Asks again while blocks are coming from a tier and patience lasts; the last answer
         counts."""
         connection = self.connection
-        until_ms = connection.now_ms + patience_ms
+        until_ms, pause_ms = connection.now_ms + patience_ms, FIRST_PAUSE_MS
         call, hit = self._ask(chain, salt, patience_ms, -1)
         while hit is not None and hit.coming and patience_ms > 0:
-            connection.pause(min(hit.again_ms, patience_ms))
+            connection.pause(min(hit.again_ms, pause_ms, patience_ms))
+            pause_ms *= 2
             patience_ms = max(0, until_ms - connection.now_ms)
             later, found = self._ask(chain, salt, patience_ms, hit.blocks)
             if found is None:

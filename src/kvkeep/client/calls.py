@@ -32,6 +32,9 @@ from kvkeep.wire.messages import (
 )
 
 _SAY_AGAIN_MS = 1_000
+# Blocks that are coming from a tier are asked for after this time, then after twice as long, and so
+# on, or when the server expects them: until it has measured its tier, that may be far too late.
+FIRST_PAUSE_MS = 50
 _U64 = 1 << 64
 _MAX_SEGMENTS = 1 << 20
 

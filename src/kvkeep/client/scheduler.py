@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.calls import Call, read_found
+from kvkeep.client.calls import FIRST_PAUSE_MS, Call, read_found
 from kvkeep.client.connection import Connection, Heartbeat
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import KVKeepError
@@ -57,6 +57,7 @@ class Lookup:
     trace        the span that waits for the answer; "" if there is none
     sent_ms      when `call` was sent
     until_ms     when patience with a tier ends; None: the request does not wait yet
+    pause_ms     after how long the server is asked again at the latest
     """
 
     salt: str | None
@@ -70,6 +71,7 @@ class Lookup:
     trace: str = ""
     sent_ms: int = 0
     until_ms: int | None = None
+    pause_ms: int = FIRST_PAUSE_MS
 
 
 class SchedulerAdapter:
@@ -116,23 +118,25 @@ class SchedulerAdapter:
     def wait_for_tier(self, lookup: Lookup, most_ms: float | None = None) -> bool:
         """Whether an answered lookup waits for the blocks that are coming from a tier: no longer
         than the options' patience and `most_ms`, and not at all if the last of them is expected
-        later than `most_ms`. Asks the server again when they are expected, and when patience ends.
-        Once False, the answer counts."""
+        later than `most_ms`. That is weighed once: a busy moment later on would waste the wait.
+        Asks the server again (FIRST_PAUSE_MS), and when patience ends. Once False, the answer
+        counts."""
         answer, now_ms = lookup.answer, self.connection.now_ms
         if answer is None or not answer.coming:
             return False
-        expected_ms = lookup.sent_ms + answer.again_ms
-        if most_ms is not None and expected_ms - now_ms >= most_ms:
-            lookup.answer = replace(answer, coming=0, late=answer.coming)
-            return False
         if lookup.until_ms is None:
+            expected_ms = lookup.sent_ms + answer.again_ms
+            if most_ms is not None and expected_ms - now_ms >= most_ms:
+                lookup.answer = replace(answer, coming=0, late=answer.coming)
+                return False
             patience_ms = self.connection.patience_ms
             most_ms = patience_ms if most_ms is None else most_ms
             lookup.until_ms = now_ms + int(min(patience_ms, most_ms))
-        if now_ms >= min(expected_ms, lookup.until_ms):
+        if now_ms >= min(lookup.sent_ms + min(answer.again_ms, lookup.pause_ms), lookup.until_ms):
             # The earlier lease lasts until the new answer is there: nothing can be evicted between.
             kept = replace(answer, coming=0, late=answer.coming)
             lookup.earlier, lookup.answer = (lookup.call, kept), None
+            lookup.pause_ms *= 2
             self._send(lookup)
         return True
 

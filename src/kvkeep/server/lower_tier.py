@@ -27,7 +27,29 @@ if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
 
 _BLOCKS_A_JOB = 128
 _FIRST_RATE = 500e6  # bytes a second, before any was measured
+_KEPT = 0.95  # of earlier jobs with each that ends: some 20 jobs count
 _SLOW_S = 2.0  # a job that takes longer: nothing is promised of that tier
+
+
+class Throughput:
+    """Of the last jobs, while the tier was busy: jobs that run side by side share the time. It
+    begins as if the assumed speed had been measured for a second, so that one slow job at the start
+    says little."""
+
+    def __init__(self) -> None:
+        self._nbytes, self._seconds = _FIRST_RATE, 1.0
+        self._ended_s = float("-inf")  # the last job
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._nbytes / self._seconds
+
+    def add(self, nbytes: int, seconds: float, now_s: float) -> None:
+        """A job that has ended now and took so long."""
+        busy_s = max(0.0, min(seconds, now_s - self._ended_s))
+        self._ended_s = now_s
+        self._nbytes = _KEPT * self._nbytes + nbytes
+        self._seconds = _KEPT * self._seconds + busy_s
 
 
 class Hit(Protocol):
@@ -205,7 +227,7 @@ class LowerTier(ABC):
         self.counts = TierCounts()
         self.set_aside = ""  # why the tier is not used now
         self.last_error = ""
-        self.read_rate = self.write_rate = _FIRST_RATE
+        self.reads, self.writes = Throughput(), Throughput()
         self.times = {job: Latency() for job in ("read", "write", "ask")}
         self.read_ms = self.write_ms = 0.0  # that a job took lately; 0: none has ended
         self.jobs: dict[int, WriteJob | ReadJob | AskJob | Verification] = {}
@@ -239,16 +261,16 @@ class LowerTier(ABC):
         """Whether blocks may be planned for it now."""
         return self.mover.can_write
 
-    def note_read(self, nbytes: int, seconds: float) -> None:
-        self.read_rate = _averaged(self.read_rate, nbytes, seconds)
+    def note_read(self, nbytes: int, seconds: float, now_ms: int) -> None:
+        self.reads.add(nbytes, seconds, now_ms / 1000)
         self.read_ms = _averaged_ms(self.read_ms, seconds)
         self.times["read"].add(seconds * 1e6)
 
-    def note_write(self, blocks: int, nbytes: int, seconds: float) -> None:
+    def note_write(self, blocks: int, nbytes: int, seconds: float, now_ms: int) -> None:
         self.counts.written_blocks += blocks
         self.counts.written_bytes += nbytes
         if nbytes:
-            self.write_rate = _averaged(self.write_rate, nbytes, seconds)
+            self.writes.add(nbytes, seconds, now_ms / 1000)
             self.write_ms = _averaged_ms(self.write_ms, seconds)
             self.times["write"].add(seconds * 1e6)
 
@@ -268,8 +290,8 @@ class LowerTier(ABC):
             self.mover.in_flight_bytes,
             self.read_ms or None,
             self.write_ms or None,
-            self.read_rate if self.read_ms else None,
-            self.write_rate if self.write_ms else None,
+            self.reads.bytes_per_s if self.read_ms else None,
+            self.writes.bytes_per_s if self.write_ms else None,
             evicted_unwritten,
             self.counts.written_bytes_per_hit,
             replace(self.counts),
@@ -425,10 +447,6 @@ class LowerTier(ABC):
     @abstractmethod
     def close(self) -> bool:
         """Ends the mover. False if it lives on, in a tier that does not answer."""
-
-
-def _averaged(rate: float, nbytes: int, seconds: float) -> float:
-    return 0.8 * rate + 0.2 * nbytes / seconds if seconds > 0 else rate
 
 
 def _averaged_ms(before_ms: float, seconds: float) -> float:

@@ -449,7 +449,7 @@ class Movement:
         if promotion.is_doubtful:
             return 0, 0
         queued = tier.promotions.bytes_until(promotion)
-        seconds = (queued + tier.mover.in_flight_bytes) / tier.read_rate
+        seconds = (queued + tier.mover.in_flight_bytes) / tier.reads.bytes_per_s
         asked_ms = tier.ask_ms if promotion.is_asked else 0.0
         again_ms = min(max(round(seconds * 1000 + asked_ms), _LEAST_AGAIN_MS), _MOST_AGAIN_MS)
         return promotion.reach - hit_blocks, again_ms
@@ -618,7 +618,7 @@ class Movement:
             tier.failed(job.planned)
             return
         tier.wrote(job.planned, result)
-        tier.note_write(job.blocks, job.nbytes, result.seconds)
+        tier.note_write(job.blocks, job.nbytes, result.seconds, now_ms)
 
     def _end_read(self, tier: LowerTier, job: ReadJob, result: Result, now_ms: int) -> None:
         promotion = job.promotion
@@ -632,7 +632,8 @@ class Movement:
             if not result.error:
                 log.log(tier.drop_level, "%s %s: %s", tier.kind, tier.name, tier.drop(job, bad))
         else:
-            tier.note_read(job.blocks * promotion.layout.slot_bytes, result.seconds)
+            nbytes = job.blocks * promotion.layout.slot_bytes
+            tier.note_read(nbytes, result.seconds, now_ms)
         self._complete(tier, promotion, now_ms)
         if promotion.complete == NO_ROW:
             self._give_up(promotion, now_ms)
