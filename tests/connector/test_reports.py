@@ -115,6 +115,24 @@ def test_what_is_computed_faster_than_loaded(cache: ScriptedCache) -> None:
     assert end(side, cache, computed=1).runs == [("not_worth", 1), ("last", 1)]
 
 
+def test_a_prompt_took_until_all_of_it_was_there(
+    side: Side, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("kvkeep.connector.request_state.time.monotonic", lambda: now_s)
+    for name in ("r", "ends before the engine says so"):
+        arrive(side, name).arrived_s = now_s
+        side.no_load(name)
+    now_s += 0.25
+    side.hold("r", 4)
+    now_s += 0.25
+    side.hold("r", 5)
+    now_s += 1.5
+    for name, took_us in (("r", 500_000), ("ends before the engine says so", 2_000_000)):
+        side.end(name)
+        assert cache.reports[-1].prompt_us == took_us
+
+
 def test_a_request_that_ends_early_has_not_reached_the_rest(
     side: Side, cache: ScriptedCache
 ) -> None:

@@ -165,7 +165,7 @@ def test_it_follows_the_server(server: ServerProcess, browser: Browser) -> None:
     open_dashboard(tab, server)
     before = tile(tab, "Requests")
     with engine(server, GQA, seed=seed()) as llm:
-        serve(llm, [prompt(120)])
+        serve(llm, [prompt(120), prompt(480)])
     assert eventually(lambda: tile(tab, "Requests") != before)
     enter_token(tab, server)
     with engine(server, GQA, seed=seed()):
@@ -174,6 +174,9 @@ def test_it_follows_the_server(server: ServerProcess, browser: Browser) -> None:
         back = tab.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert back == "rgb(13, 17, 23)"
         take_picture(tab, "dashboard-dark.png")
+    rows = [row.split("\t") for row in text(tab, "requests").splitlines()]
+    took_s = [float(cells[5].removesuffix(" s")) for cells in rows]
+    assert len(took_s) > 1 and took_s == sorted(took_s, reverse=True), "the slowest first"
     take_picture(tab, "dashboard-requests.png", "requests")
     assert errors(tab) == []
 

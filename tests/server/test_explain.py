@@ -196,13 +196,16 @@ def test_over_http_only_with_the_token(start: Start) -> None:
         peer = Peer(lambda frames: service.handle(frames, 0)).attach()
         peer.ask(m.LayoutOpened, m.OpenLayout(b"f" * 16, [64], parts=PARTS, role=m.SCHEDULER))
         tenant = tenant_of("alice")
-        one = m.RequestReport("cmpl-1-0", tenant, [("loaded", 3), ("last", 1)], 60, 48, 0, 12)
+        one = m.RequestReport(
+            "cmpl-1-0", tenant, [("loaded", 3), ("last", 1)], 60, 48, 0, 12, 410_000
+        )
         peer.ask(m.Done, m.ReportRequests([one]))
 
     running.in_loop(report)
     status, [shown] = running.ask("/v1/explain?request=cmpl-1")
     assert status == 200 and shown["outcomes"] == {"loaded": 3, "last": 1}
     assert shown["tokens_loaded"] == 48 and shown["saved_s"] == 0.0
+    assert shown["prompt_s"] == 0.41
     status, said = running.ask("/v1/status")
     assert said["prompt_blocks"] == {"loaded": 3, "last": 1}
     assert said["figures"]["requests"] == 1 and said["figures"]["tokens_computed"] == 12

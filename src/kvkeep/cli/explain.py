@@ -44,11 +44,12 @@ def explain(
 
 def rows(requests: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """One line a request."""
-    columns = ("request", "ago", "tenant", "tokens", "loaded", "computed", "blocks missed")
+    columns = ("request", "ago", "tenant", "tokens", "loaded", "computed", "took", "blocks missed")
     return columns, [
         (
             *(each["request"], _ago(each), each["tenant"], each["prompt_tokens"]),
-            *(each["tokens_loaded"], each["tokens_computed"], missed(each["outcomes"])),
+            *(each["tokens_loaded"], each["tokens_computed"]),
+            *(f"{each['prompt_s']:,.2f}s", missed(each["outcomes"])),
         )
         for each in requests
     ]
@@ -66,6 +67,7 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
             f"{said['prompt_tokens']:,} tokens: {said['tokens_local']:,} local,"
             f" {said['tokens_loaded']:,} loaded, {said['tokens_computed']:,} computed",
         ),
+        ("took", f"{said['prompt_s']:,.3f} s until the engine had all of its prompt"),
         ("time saved", saved),
         ("blocks", f"{said['blocks']:,}"),
     ]

@@ -53,6 +53,8 @@ class RequestReports:
         reached = state.prompt_tokens
         if state.held < state.prompt_blocks:
             reached = state.held * block_tokens
+        # the engine may not say that a prompt is computed before the request has ended
+        prompt_s = state.age_s if state.prompt_s is None else state.prompt_s
         avoided_s, load_s = self._costs.computing_s(loaded), state.load_s
         is_priced = avoided_s is not None and load_s is not None
         return RequestReport(
@@ -63,6 +65,7 @@ class RequestReports:
             loaded_tokens=loaded,
             local_tokens=local,
             computed_tokens=max(0, reached - local - loaded),
+            prompt_us=round(prompt_s * 1e6),
             unpriced_tokens=0 if is_priced else loaded,
             avoided_us=round((avoided_s or 0.0) * 1e6) if is_priced else 0,
             load_us=round((load_s or 0.0) * 1e6) if is_priced else 0,

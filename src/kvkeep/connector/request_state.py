@@ -23,6 +23,7 @@ some time keeps its outcome."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ class RequestState:
     loaded          prompt blocks that it had from the server before it had them otherwise
     outcomes        the outcome of each of its prompt blocks, by number
     lacked_by       the first lookups whose answers lacked some of its blocks
+    arrived_s       when it came, by the process's clock
+    prompt_s        how long it took until it had all blocks of its prompt; None: it has not yet
     load_s          how long its loads took; None: one of them was not measured
     prompt_tokens, tokens, adapter
                     of the prompt, for reports: its length, its tokens, the name of its adapter
@@ -87,6 +90,8 @@ class RequestState:
     loads: int = 0  # of those; they read under the lease of `lookup`
     finished: bool = False
     lacked_by: list[Call] = field(default_factory=list)
+    arrived_s: float = field(default_factory=time.monotonic)
+    prompt_s: float | None = None
     load_s: float | None = 0.0
     prompt_tokens: int = 0
     tokens: Sequence[int] = ()
@@ -108,6 +113,10 @@ class RequestState:
     @property
     def num_blocks(self) -> int:
         return len(self.keys) // KEY_BYTES
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.arrived_s
 
     @property
     def answer(self) -> Answer | None:
@@ -146,6 +155,8 @@ class RequestState:
         engines call this when a request begins and whenever more of its prompt is computed: a load
         of these blocks after a preemption counts as nothing given."""
         self.held = max(self.held, blocks)
+        if self.prompt_s is None and self.held >= self.prompt_blocks:
+            self.prompt_s = self.age_s
 
     def hold_local(self, blocks: int) -> None:
         """The request begins, and the engine's own cache has its first `blocks` blocks."""

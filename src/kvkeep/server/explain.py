@@ -58,7 +58,8 @@ class EvictionShown:
 @dataclass(frozen=True)
 class RequestShown:
     """One request. `blocks` are those of its prompt, and `outcomes` add up to them; `runs` has them
-    in order. `differs` names the parts of the identity that differ where the same tokens were
+    in order. `prompt_s`: from the request's arrival until the engine had all of its prompt. `differs`
+    names the parts of the identity that differ where the same tokens were
     cached by an engine with another one."""
 
     number: int
@@ -72,6 +73,7 @@ class RequestShown:
     tokens_loaded: int
     tokens_local: int
     tokens_computed: int
+    prompt_s: float
     saved_s: float | None
     blocks: int
     outcomes: dict[str, int]
@@ -169,6 +171,7 @@ class Explanations:
             tokens_loaded=plausible(report.loaded_tokens),
             tokens_local=plausible(report.local_tokens),
             tokens_computed=plausible(report.computed_tokens),
+            prompt_s=round(plausible(report.prompt_us) / 1e6, 6),
             saved_s=_saved_s(report),
             blocks=at,
             outcomes=dict(outcomes),

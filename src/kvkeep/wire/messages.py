@@ -194,8 +194,9 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     bytes each: after 1, 2, 4, ... blocks, and after the last full one.
 
     The figures are of the prompt: tokens that were loaded, that the engine's own prefix cache had,
-    and that were computed; the estimated time of computing the loaded tokens, the time of their
-    loads, and loaded tokens of which neither is known. Totals of loaded tokens are of Release."""
+    and that were computed; how long it took until the engine had all of it; the estimated time of
+    computing the loaded tokens, the time of their loads, and loaded tokens of which neither is
+    known. Totals of loaded tokens are of Release."""
 
     request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARS)]
     tenant: str
@@ -204,6 +205,7 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     loaded_tokens: int = 0
     local_tokens: int = 0
     computed_tokens: int = 0
+    prompt_us: int = 0
     unpriced_tokens: int = 0
     avoided_us: int = 0
     load_us: int = 0

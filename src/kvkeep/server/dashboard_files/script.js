@@ -72,7 +72,7 @@ async function showRequests() {
   if (!isOperator) return fill("requests", [message("Enter the admin token to see requests.")]);
   try {
     const requests = await ask("/v1/explain?last=100");
-    requests.sort((one, other) => other.tokens_computed - one.tokens_computed);
+    requests.sort((one, other) => other.prompt_s - one.prompt_s);
     fill("requests", requests.slice(0, 20).map(requestRow), "None has finished yet.");
   } catch (error) {
     fill("requests", [message(error.message)]);
@@ -207,7 +207,7 @@ function requestRow(request) {
     .map(([name, many]) => `${count(many)} ${name.replaceAll("_", " ")}`).join(", ");
   const made = row([
     request.request, request.tenant, count(request.prompt_tokens), count(request.tokens_loaded),
-    count(request.tokens_computed), reasons || "none"]);
+    count(request.tokens_computed), `${request.prompt_s.toFixed(2)} s`, reasons || "none"]);
   made.lastChild.className = "why";
   return made;
 }
