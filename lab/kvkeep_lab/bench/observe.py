@@ -50,6 +50,8 @@ _LOOKUP_BLOCKS = (128, 512, 2048, 8192)
 _LOOKUP_BLOCK_BYTES = 4 * KIB
 _RESIDENT_BLOCKS = 4 * max(_LOOKUP_BLOCKS)
 _WARM_UP = 10
+# "alike" is observed as "with" is, in a server of its own
+_SERVERS = ("with", "without", "alike")
 _REQUESTS, _PROMPT_TOKENS, _LEAST_ANSWER_TOKENS = 32, 40, 4
 _STORED_BLOCK_BYTES = 64 * KIB
 _CHAIN_BLOCKS, _CHAINS = 64, 16  # of a turn
@@ -67,14 +69,21 @@ def run(lookups: int = 1000, rounds: int = 20) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any], unit: str, took: dict[str, list[float]]) -> dict[str, Any]:
-    """The medians with and without what is observed, and their ratio."""
-    raw = {f"{name}_{unit}": round(float(np.median(took[name])), 4) for name in ("with", "without")}
-    with_it, without = raw.values()
-    return {**facts, **raw, "ratio": round(with_it / without, 4)}
+    """The medians with and without what is observed, and their ratio. Where there is a second
+    server that is observed, how the two compare says how much of the ratio is chance."""
+    medians = {name: float(np.median(each)) for name, each in took.items()}
+    raw = {f"{name}_{unit}": round(median, 4) for name, median in medians.items()}
+    row = {**facts, **raw, "ratio": round(medians["with"] / medians["without"], 4)}
+    if "alike" in medians:
+        row["alike_ratio"] = round(medians["alike"] / medians["with"], 4)
+    return row
 
 
-def _turns(turn: int) -> Sequence[str]:
-    return ("with", "without") if turn % 2 else ("without", "with")
+def _turns(took: dict[str, list[float]], turn: int) -> list[str]:
+    """All of them, each as often first as last."""
+    names = list(took)
+    at = turn % len(names)
+    return names[at:] + names[:at]
 
 
 # -- lookups
@@ -92,15 +101,16 @@ def _lookup_rows(lookups: int) -> Iterator[dict[str, Any]]:
     with ExitStack() as ends:
         chains: dict[str, bytes] = {}
         connections: dict[str, Connection] = {}
-        for name, kind in (("with", ServerProcess), ("without", _BareServer)):
+        for name in _SERVERS:
+            kind = _BareServer if name == "without" else ServerProcess
             server = ends.enter_context(kind(*pool))
             connections[name] = _connected(server, _LOOKUP_BLOCK_BYTES, m.SCHEDULER)
             ends.callback(connections[name].close)
             chains[name] = fill(connections[name], _RESIDENT_BLOCKS)[0]
         for blocks, result in product(_LOOKUP_BLOCKS, ("hit", "miss")):
-            took: dict[str, list[float]] = {"with": [], "without": []}
+            took: dict[str, list[float]] = {name: [] for name in _SERVERS}
             for turn in range(lookups + _WARM_UP):
-                for name in _turns(turn):
+                for name in _turns(took, turn):
                     nbytes = blocks * KEY_BYTES
                     keys = chains[name][:nbytes] if result == "hit" else os.urandom(nbytes)
                     lookup_us = _lookup_us(connections[name], keys, result)
@@ -146,7 +156,7 @@ def _step_row(rounds: int) -> dict[str, Any]:
         make_llm(model, server.address, num_blocks, prefix_caching=False) as llm,
     ):
         for turn in range(rounds + 1):
-            for name in _turns(turn):
+            for name in _turns(took, turn):
                 prompts = rng.integers(0, MODEL.vocab_size, (_REQUESTS, _PROMPT_TOKENS)).tolist()
                 without = mock.patch.object(RequestReports, "of", _nothing)
                 with without if name == "without" else nullcontext():
@@ -200,8 +210,8 @@ class _Router:
 
 
 def _store_row(rounds: int) -> dict[str, Any]:
-    took: dict[str, list[float]] = {"with": [], "without": []}
-    router = _Router()
+    took: dict[str, list[float]] = {name: [] for name in _SERVERS}
+    routers = {name: _Router() for name in _SERVERS if name != "without"}
     with ExitStack() as ends:
         blocks = np.ones((_CHAIN_BLOCKS, _STORED_BLOCK_BYTES), np.uint8)
         transfers: dict[str, Transfer] = {}
@@ -209,15 +219,15 @@ def _store_row(rounds: int) -> dict[str, Any]:
             server = ends.enter_context(ServerProcess("--pool-size", _STORE_POOL))
             connection = _connected(server, _STORED_BLOCK_BYTES, "worker")
             ends.callback(connection.close)
-            if name == "with":
-                connection.background = PoolFeed(router).turn
+            if name in routers:
+                connection.background = PoolFeed(routers[name]).turn
             Heartbeat.keep(connection)
             transfers[name] = Transfer(connection, [GroupMemory(BlockRuns.of([blocks]))], 0)
         for turn in range(rounds + _FILLING):
-            for name in _turns(turn):
-                gbps = _store_gbps(transfers[name], router if name == "with" else None)
+            for name in _turns(took, turn):
+                gbps = _store_gbps(transfers[name], routers.get(name))
                 took[name] += [gbps] if turn >= _FILLING else []
-        assert eventually(lambda: not router.stored and router.places)
+        assert eventually(lambda: all(not r.stored and r.places for r in routers.values()))
     return _row({"what": "store_with_events"}, "gbps", took)
 
 

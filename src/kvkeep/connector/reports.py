@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from hashlib import blake2b
 
-import numpy as np
-
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.request_state import RequestState
 from kvkeep.kv import outcomes
+from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.wire.messages import MAX_REQUEST_CHARS, MAX_RUNS, PROBE_BYTES, RequestReport
 
 REMEMBERED = 4_096  # probes of prompts, of one engine
@@ -110,16 +109,10 @@ def _hash(before: bytes, data: bytes) -> bytes:
 def _runs(state: RequestState, block_tokens: int) -> list[tuple[str, int]]:
     """The outcomes of all blocks of the prompt, the last one included. What follows MAX_RUNS runs
     counts as not known."""
-    found = np.frombuffer(state.outcomes, dtype=np.uint8)
-    starts = np.flatnonzero(np.diff(found, prepend=255))  # no outcome has this number
-    stops = np.append(starts[1:], len(found))
-    runs = [
-        (outcomes.NAMES[number], count)
-        for number, count in zip(found[starts].tolist(), (stops - starts).tolist(), strict=True)
-    ]
+    runs = [(outcomes.NAMES[number], count) for number, count in runs_of(state.outcomes)]
     if len(runs) > MAX_RUNS - 2:
         rest = sum(count for _, count in runs[MAX_RUNS - 2 :])
         runs = [*runs[: MAX_RUNS - 2], (outcomes.NAMES[outcomes.NOT_KNOWN], rest)]
-    if (more := -(-state.prompt_tokens // block_tokens) - len(found)) > 0:
+    if (more := -(-state.prompt_tokens // block_tokens) - len(state.outcomes)) > 0:
         runs.append((outcomes.NAMES[outcomes.LAST], more))
     return runs

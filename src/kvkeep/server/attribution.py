@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.kv.outcomes import (
     BEING_WRITTEN,
     EVICTED,
@@ -41,18 +42,18 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Lacked:
-    """The blocks from `first` on that a lookup did not find: each run of `counts` has one cause."""
+    """The blocks from `first` on that a lookup did not find. `runs`: a cause, and how many blocks in
+    a row have it."""
 
     first: int
-    causes: list[int]
-    counts: list[int]
+    runs: list[tuple[int, int]]
     eviction: Eviction | None
 
     def spread(self, start: int, count: int) -> NDArray[np.uint8]:
         """The causes of `count` blocks from `start` on; NOT_KNOWN where this lookup says none."""
         found = np.full(count, NOT_KNOWN, dtype=np.uint8)
         at = self.first - start
-        for cause, blocks in zip(self.causes, self.counts, strict=True):
+        for cause, blocks in self.runs:
             found[max(0, at) : max(0, at + blocks)] = cause
             at += blocks
         return found
@@ -78,7 +79,7 @@ class Attribution:
         """Why blocks of that lookup were lacking. The engine says again which blocks it asked for:
         `keys` are addresses of those from `first` on."""
         if missed[HIT_BLOCKS] < 0:
-            return Lacked(0, [REFUSED], [missed[ASKED]], None)
+            return Lacked(0, [(REFUSED, missed[ASKED])], None)
         return self._look(missed, first, keys)
 
     def _look(self, missed: Missed, start: int, keys: bytes) -> Lacked:
@@ -102,7 +103,4 @@ class Attribution:
             most = int(np.bincount(by[evicted]).argmax())
             name = self._departures.table.name_of(most)
             eviction = Eviction(int(ago_ms.min()), int(ago_ms.max()), name)
-        starts = np.flatnonzero(np.diff(causes, prepend=255))
-        counts = np.diff(starts, append=len(causes))
-        kept = slice(0, MOST_RUNS)
-        return Lacked(first, causes[starts][kept].tolist(), counts[kept].tolist(), eviction)
+        return Lacked(first, runs_of(causes)[:MOST_RUNS], eviction)

@@ -7,7 +7,7 @@ Counters are plain integers, so that counting costs next to nothing in a request
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -37,7 +37,8 @@ class Latency:
     def add(self, microseconds: float) -> None:
         self.counts[bisect_left(LATENCY_BUCKETS_US, microseconds)] += 1
         self.total_us += microseconds
-        self.longest_us = max(self.longest_us, microseconds)
+        if microseconds > self.longest_us:
+            self.longest_us = microseconds
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Counters(Figures):
     refusals: dict[str, int] = field(default_factory=dict)
     auth_failures: dict[str, int] = field(default_factory=dict)
     load_failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOAD_FAILURES, 0))
-    latency: dict[str, Latency] = field(default_factory=dict)
+    latency: defaultdict[str, Latency] = field(default_factory=lambda: defaultdict(Latency))
     turns: Latency = field(default_factory=Latency)  # of the loop, between two waits
     models: FiguresByModel = field(default_factory=FiguresByModel)
     tenants: CountsByTenant = field(default_factory=lambda: CountsByTenant())

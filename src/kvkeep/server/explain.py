@@ -17,6 +17,7 @@ import numpy as np
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import differing_parts
+from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.kv.outcomes import (
     EVICTED,
     LACKED,
@@ -35,7 +36,7 @@ from kvkeep.kv.outcomes import (
     probed_blocks,
 )
 from kvkeep.server.attribution import Attribution, Eviction, Lacked
-from kvkeep.server.figures import plausible
+from kvkeep.server.figures import MOST_US, plausible
 from kvkeep.server.sessions import Missed, ServerSession
 from kvkeep.wire.messages import PROBE_BYTES, RequestReport
 
@@ -171,7 +172,7 @@ class Explanations:
             tokens_loaded=plausible(report.loaded_tokens),
             tokens_local=plausible(report.local_tokens),
             tokens_computed=plausible(report.computed_tokens),
-            prompt_s=round(plausible(report.prompt_us) / 1e6, 6),
+            prompt_s=round(plausible(report.prompt_us, MOST_US) / 1e6, 6),
             saved_s=_saved_s(report),
             blocks=at,
             outcomes=dict(outcomes),
@@ -254,9 +255,7 @@ def _resolved(
         causes[: max(0, other_blocks - start)][never[: max(0, other_blocks - start)]] = (
             OTHER_IDENTITY
         )
-    starts = np.flatnonzero(np.diff(causes, prepend=255))
-    counts = np.diff(starts, append=count)
-    return list(zip(causes[starts].tolist(), counts.tolist(), strict=True))
+    return runs_of(causes)
 
 
 def _append(runs: list[tuple[int, int]], number: int, count: int) -> None:

@@ -16,7 +16,7 @@ MODELS: Final = 32  # counted by name; further ones count under OTHER_MODELS
 OTHER_MODELS: Final = "other"
 UNKNOWN_MODEL: Final = "unknown"  # no engine has named it
 _MOST_TOKENS: Final = 1 << 32  # of one request, as far as it is believed
-_MOST_US: Final = 3_600_000_000
+MOST_US: Final = 3_600_000_000
 
 
 def counter(help: str, metric: str = "", default: float = 0) -> Any:
@@ -43,8 +43,8 @@ class Figures:
         self.local_tokens += plausible(report.local_tokens)
         self.computed_tokens += plausible(report.computed_tokens)
         self.unpriced_tokens += plausible(report.unpriced_tokens)
-        self.avoided_seconds += plausible(report.avoided_us, _MOST_US) / 1e6
-        self.load_seconds += plausible(report.load_us, _MOST_US) / 1e6
+        self.avoided_seconds += plausible(report.avoided_us, MOST_US) / 1e6
+        self.load_seconds += plausible(report.load_us, MOST_US) / 1e6
 
 
 def plausible(number: int, most: int = _MOST_TOKENS) -> int:

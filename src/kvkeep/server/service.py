@@ -22,7 +22,7 @@ from kvkeep.kv.shape import DIGEST_CHARS
 from kvkeep.server import network
 from kvkeep.server.attribution import Attribution
 from kvkeep.server.auth import ANYONE, Caller
-from kvkeep.server.counters import Counters, Latency
+from kvkeep.server.counters import Counters
 from kvkeep.server.explain import Explanations
 from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
@@ -184,7 +184,7 @@ class Service:
                 "internal_error", "the server failed on this request", hint="see the server's log"
             )
         took_us = (time.perf_counter() - started) * 1e6
-        self.counters.latency.setdefault(kind, Latency()).add(took_us)
+        self.counters.latency[kind].add(took_us)
         if self.tracing is not None:
             trace_request(self.tracing, request, reply, took_us)
         encoded = encode(Header(header.session, header.number), reply, payload)
@@ -553,7 +553,9 @@ class Service:
     def _report(
         self, session: ServerSession, number: int, request: m.ReportRequests, now_ms: int
     ) -> m.Reply:
-        places, missed = self._figures(session), {each[0]: each for each in session.missed}
+        places = self._figures(session)
+        named = {lookup for report in request.requests for lookup in report.lookups}
+        missed = {each[0]: each for each in session.missed if each[0] in named}
         left = _KEYS_EXPLAINED
         for report in request.requests:
             for figures in places:

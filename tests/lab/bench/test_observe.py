@@ -21,6 +21,10 @@ def test_each_is_measured_with_and_without(without_unit: Callable[..., list[str]
         ("store_with_events", None, None),
     ]
     for row in rows:
-        with_it, without, ratio = list(row.values())[-3:]
-        assert min(with_it, without) > 0 and abs(ratio * without / with_it - 1) < 0.02
+        (unit,) = {"us", "ms", "gbps"} & {name.split("_")[-1] for name in row}
+        with_it, without = row[f"with_{unit}"], row[f"without_{unit}"]
+        assert min(with_it, without) > 0 and abs(row["ratio"] * without / with_it - 1) < 0.02
+        assert ("alike_ratio" in row) == (row["what"] != "step")
+        if "alike_ratio" in row:
+            assert abs(row["alike_ratio"] * with_it / row[f"alike_{unit}"] - 1) < 0.02
     assert without_unit(result) == []
