@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.vllm_session import (
     Choice,
     FreeMemory,
@@ -31,7 +32,6 @@ from kvkeep.bench.vllm_session import (
     peers_may_fail,
     rotated,
     rounded,
-    say,
 )
 from kvkeep.bench.vllm_setup import (
     ServedModel,

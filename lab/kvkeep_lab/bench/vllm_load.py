@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.vllm_session import (
     Choice,
     FreeMemory,
@@ -37,7 +38,6 @@ from kvkeep.bench.vllm_session import (
     peers_may_fail,
     rotated,
     rounded,
-    say,
     signals_end_the_block,
 )
 from kvkeep.bench.vllm_setup import (

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.vllm_session import Choice, Turns, say, signals_end_the_block
+from kvkeep.bench.progress import say
+from kvkeep.bench.vllm_session import Choice, Turns, signals_end_the_block
 from kvkeep.bench.vllm_setup import (
     ServedModel,
     Stored,

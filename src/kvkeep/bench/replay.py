@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.traces import Trace, belady_hit_rate, infinite_hit_rate, read_trace
 from kvkeep.errors import SettingsError
 from kvkeep.kv.keys import KEY_BYTES
@@ -75,7 +76,7 @@ def run(
         )
     rows, by_size = [], dict[int, Sequence[int]]()
     for number, (name, memory_blocks, disk_blocks) in enumerate(replays, start=1):
-        _say(f"{number}/{len(replays)}: {name}, memory {memory_blocks:,}, disk {disk_blocks:,}")
+        say(f"{number}/{len(replays)}: {name}, memory {memory_blocks:,}, disk {disk_blocks:,}")
         if memory_blocks not in by_size:
             by_size[memory_blocks] = memory_hits(requests, memory_blocks)
         hits, writes, _ = replay(requests, name, by_size[memory_blocks], disk_blocks)
@@ -282,7 +283,3 @@ DISK_POLICIES: dict[str, Callable[[int], _Policy]] = {
     "ten-minutes": _TenMinutes,
     "adaptive": _Adaptive,
 }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.identity import tenant_of
@@ -28,7 +29,7 @@ from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import JOB_BYTES, SHARED_PROGRAM, Fetch, Find, Mover, Share, SyncClears
 from kvkeep.tiers.opening import SharedPlace, open_tier
 from kvkeep.tiers.tier_address import TierAddress
-from kvkeep.units import MIB
+from kvkeep.units import MIB, format_size
 from kvkeep.wire.messages import PoolPlace
 
 _POOL_BYTES = 64 * MIB
@@ -66,7 +67,8 @@ def rows(
         for nbytes in block_bytes:
             with _UnderTest(address, place, nbytes) as tested:
                 took: dict[tuple[str, str], list[float]] = {}
-                for _ in range(rounds):
+                for turn in range(1, rounds + 1):
+                    say(f"blocks of {format_size(nbytes)}, {turn} of {rounds}")
                     tier.delete(own_place)  # of the round before
                     for direction in ("write", "read"):
                         for name, move in (("own", tested.move), ("floor", plain)):

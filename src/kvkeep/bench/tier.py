@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench import shared_tier, tier_floor
+from kvkeep.bench.progress import say
 from kvkeep.bench.tier_hits import engine_kind, hit_times
 from kvkeep.bench.tier_lookup import LEAST_POOL_BYTES, PROBED_BLOCK_BYTES, lookup_times
 from kvkeep.errors import KVKeepError, SettingsError
@@ -99,6 +100,7 @@ def run(
     with _directory(address.directory) as directory:
         own = replace(address, directory=directory)
         lookup = _lookup(own, rows)
+    say(f"recovering {_RECOVERED_BLOCKS:,} blocks")
     with _directory(address.directory) as directory:
         recovery = _recovery(directory, address.size_bytes)
     rows = [{"tier": str(address), **row} for row in rows]
@@ -189,7 +191,8 @@ def _rows(
         own, plain = [], []
         if direction == "read":
             tested.write(total_bytes)  # what the floor has overwritten
-        for _ in range(rounds):
+        for turn in range(1, rounds + 1):
+            say(f"blocks of {format_size(tested.block_bytes)}, {direction}, {turn} of {rounds}")
             move = tested.write if direction == "write" else tested.read
             own.append(move(total_bytes))
             plain.append(floor(tested.data, direction, tested.block_bytes, total_bytes))

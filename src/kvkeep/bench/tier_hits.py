@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.shared_tier import own_salt
 from kvkeep.bench.vllm_run import Answer, EngineProcess
-from kvkeep.bench.vllm_session import Turns, find_device, installed, say, signals_end_the_block
+from kvkeep.bench.vllm_session import Turns, find_device, installed, signals_end_the_block
 from kvkeep.bench.vllm_setup import (
     SPARE_TOKENS,
     ServedModel,

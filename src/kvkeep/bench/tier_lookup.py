@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench import tier_floor
+from kvkeep.bench.progress import say
 from kvkeep.bench.shared_tier import own_salt
 from kvkeep.client.cache import Cache, connect
 from kvkeep.client.options import ClientOptions
@@ -63,6 +64,7 @@ def lookup_times(
         if not tier.is_shared and tier_floor.has_fio():
             data = ends.enter_context(_written_file(tier.directory.parent))
         for turn in range(turns):
+            say(f"lookups beside the tier, {turn + 1} of {turns}")
             for server in (plain, tiered) if turn % 2 else (tiered, plain):
                 before = server.moved_bytes()
                 with server.moving(most_gbps):

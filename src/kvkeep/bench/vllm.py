@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
     Choice,
@@ -47,7 +48,6 @@ from kvkeep.bench.vllm_session import (
     peers_may_fail,
     rotated,
     rounded,
-    say,
     signals_end_the_block,
 )
 from kvkeep.bench.vllm_setup import (

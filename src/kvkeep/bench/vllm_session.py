@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.transfer_floor import Gpu, load_gbps
 from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
@@ -261,10 +262,6 @@ def peers_may_fail(
         left_out.setdefault(name, f"{scenario}: {error.message}" if scenario else error.message)
         where = f" of {scenario}" if scenario else ""
         say(f"connector {name} is left out{where}: {error.message}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # -- its numbers

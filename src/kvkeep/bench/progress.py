@@ -1,0 +1,10 @@
+"""What a benchmark is at, for who watches it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """On stderr: never part of the answer."""
+    print(text, file=sys.stderr, flush=True)
