@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from kvkeep.client import loads, worker
+from kvkeep.connector import request_state
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.engine import engine
 from kvkeep.kv.keys import KEY_BYTES
@@ -93,6 +94,7 @@ def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
         (shared_process, "threading", threads),
         (loads, "time", time),
         (worker, "time", time),
+        (request_state, "time", time),
         (engine, "CostModel", partial(CostModel, clock=time.monotonic)),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in patches]

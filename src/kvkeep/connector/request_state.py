@@ -90,7 +90,6 @@ class RequestState:
     loads: int = 0  # of those; they read under the lease of `lookup`
     finished: bool = False
     lacked_by: list[Call] = field(default_factory=list)
-    arrived_s: float = field(default_factory=time.monotonic)
     prompt_s: float | None = None
     load_s: float | None = 0.0
     prompt_tokens: int = 0
@@ -100,9 +99,11 @@ class RequestState:
     trace: Untraced = UNTRACED
     tenant: str = field(init=False)  # "" if the salt is invalid
     outcomes: bytearray = field(init=False)
+    arrived_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.outcomes = bytearray(self.prompt_blocks)
+        self.arrived_s = time.monotonic()
         try:
             self.tenant = tenant_of(self.salt)
         except RequestError as error:
