@@ -31,6 +31,7 @@ def test_each_size_is_written_and_read(
     tmp_path: Path,
     without_unit: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "mine").write_text("kept")
     lookup = {"p99_ms_with": 1.0, "moved_gbps": 0.5}
@@ -55,6 +56,8 @@ def test_each_size_is_written_and_read(
     # An image may take half of the log, which has 2 MiB, and a row takes 80 bytes.
     assert 13_000 < result["recovery"]["blocks"] <= MIB // 80
     assert result["recovery"]["seconds"] > 0
+    said = capsys.readouterr()
+    assert "blocks of 64KiB, write, 1 of 1" in said.err and not said.out
     assert [(row["direction"], row["block_bytes"]) for row in rows] == [
         ("write", 64 * KIB),
         ("read", 64 * KIB),

@@ -96,7 +96,8 @@ def test_a_chain_is_found_up_to_the_drained_slab_and_not_extended_below_it(hand:
 
 
 def test_what_is_half_written_in_a_drained_slab_is_held_no_further(hand: Hands) -> None:
-    """Its other shard may come while somebody holds it, but would hold it anew afterwards."""
+    """The second shard of a block may still come while somebody reads or writes the block. Later it
+    would keep the slab from becoming free."""
     h = hand(4, slabs=2, shard_bytes=(2048, 2048))
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.quota("bob", 4)

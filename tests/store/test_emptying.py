@@ -154,8 +154,8 @@ def test_requests_of_both_sizes_beside_a_slab_that_is_emptied(hand: Hands, seed:
 def test_a_slab_may_be_closed_beside_a_request_for_the_slots_that_were_free_in_it(
     hand: Hands, turns: int
 ) -> None:
-    """bob, who has a quota, needs a slab of ann's for blocks of another size: not the one with a
-    leased block. cy, who also has one, finds nothing that it may evict."""
+    """bob has a quota and needs a slab for large blocks. One of ann's two slabs has a leased block,
+    so the other one is emptied. cy wants small blocks, and may evict none."""
     h = hand(SMALL_A_SLAB, slabs=2)
     large = h.store.open_layout(1, b"large", (SMALL_A_SLAB * 4096,)).number
     h.put(chain("x", SMALL_A_SLAB), "ann")
@@ -172,3 +172,30 @@ def test_a_slab_may_be_closed_beside_a_request_for_the_slots_that_were_free_in_i
         h.store.tidy(h.now_ms)
     assert h.put("ccc", "cy") >= 1
     check_integrity(h.store)
+
+
+@pytest.mark.parametrize("turns", range(24))
+def test_a_slab_that_becomes_free_while_others_are_looked_at_is_not_drained(
+    hand: Hands, turns: int
+) -> None:
+    """Each of ann's two slabs has a leased block. While bob waits for two slabs, one becomes free."""
+    h = hand(SMALL_A_SLAB, slabs=2)
+    large = h.store.open_layout(1, b"large", (SMALL_A_SLAB * 4096,)).number
+    for name in "xy":
+        h.put(chain(name, SMALL_A_SLAB), "ann")
+    leases = [h.lease(chain(name, 1), "ann")[0] for name in "xy"]
+    h.quota("bob", 2 * SMALL_A_SLAB)
+    for at in range(40):  # to look at all of them takes several turns
+        h.quota(f"tenant {at}", 0)
+    h.store.blocks.a_turn = 1
+    assert h.put("LM", "bob", layout=large) == 2
+    for _ in range(turns):
+        h.store.tidy(h.now_ms)
+    h.store.release(1, leases[0], h.now_ms)
+    h.store.drop_blocks("ann", [h.key(chain("x", 1))])
+    while h.store.blocks.has_to_sweep:
+        h.store.blocks.sweep()
+    for _ in range(24):
+        h.put("LM", "bob", layout=large)
+        check_integrity(h.store)
+    assert h.usage("bob") == SMALL_A_SLAB
