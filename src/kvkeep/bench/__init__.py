@@ -21,6 +21,6 @@ vllm.py             time to the first token of real vLLM
 vllm_setup.py       a model, arguments and a connector for it
 vllm_run.py         one vLLM engine in a process
 vllm_session.py     several engines in turns
-progress.py         what a benchmark is at, on stderr
+progress.py         how far a benchmark has come, on stderr
 figures.py          figures with their units
 """

@@ -1,4 +1,4 @@
-"""What a benchmark is at, for who watches it."""
+"""How far a benchmark has come, for people who wait for it."""
 
 from __future__ import annotations
 

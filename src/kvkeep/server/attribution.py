@@ -42,8 +42,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Lacked:
-    """The blocks from `first` on that a lookup did not find. `runs`: a cause, and how many blocks in
-    a row have it."""
+    """The blocks from `first` on that a lookup did not find. `runs`: a cause, and how many blocks
+    in a row have it."""
 
     first: int
     runs: list[tuple[int, int]]

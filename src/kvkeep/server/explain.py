@@ -59,9 +59,9 @@ class EvictionShown:
 @dataclass(frozen=True)
 class RequestShown:
     """One request. `blocks` are those of its prompt, and `outcomes` add up to them; `runs` has them
-    in order. `prompt_s`: from the request's arrival until the engine had all of its prompt. `differs`
-    names the parts of the identity that differ where the same tokens were
-    cached by an engine with another one."""
+    in order. `prompt_s`: from the request's arrival until the engine had all of its prompt.
+    `differs` names the parts of the identity that differ where the same tokens were cached by an
+    engine with another one."""
 
     number: int
     request: str

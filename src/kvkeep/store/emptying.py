@@ -149,7 +149,7 @@ class Emptying:
             np.maximum.at(last_used, slabs, np.where(stays, NEVER, many.used[rows]))
 
         yield from self._scan(note_uses)
-        # others have been emptied, or taken for this size, since the scan began
+        # while this looked, slabs were emptied, or were taken for blocks of this size
         others = self._slabs_of_other_sizes()
         coldest = [slab for slab in others if slab < len(last_used) and last_used[slab] < NEVER]
         return sorted(coldest, key=lambda slab: last_used[slab])
