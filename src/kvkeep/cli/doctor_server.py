@@ -16,7 +16,7 @@ import numpy as np
 
 import kvkeep
 from kvkeep import __version__
-from kvkeep.cli.doctor_host import Finding
+from kvkeep.cli.doctor_host import Finding, Skipped, Wrong, check
 from kvkeep.cli.remote import ask, host_and_port, is_for_engines, time_at
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import KVKeepError
@@ -55,7 +55,8 @@ class Running:
         return self.settings.trusted_users if self.settings is not None else ()
 
 
-def ports(running: Running) -> Finding:
+@check("ports")
+def ports(running: Running) -> str:
     """Who listens at the two addresses."""
     shown = []
     addresses = {running.http: host_and_port(running.http)}
@@ -71,18 +72,14 @@ def ports(running: Running) -> Finding:
             shown.append(f"{name} is free")
             continue
         if uid is not None and not is_trusted(uid, running.trusted):
-            return Finding(
-                "ports", False, f"another user (uid {uid}) listens at {name}", remedy(uid)
-            )
+            raise Wrong(f"another user (uid {uid}) listens at {name}", remedy(uid))
         if name != running.http and not is_for_engines(name.partition("://")[2]):
-            return Finding(
-                "ports",
-                False,
+            raise Wrong(
                 f"something that is not a kvkeep server listens at {name}",
                 "end it, or choose another --address",
             )
         shown.append(f"{name} is taken")
-    return Finding("ports", True, ", ".join(shown) or "none on this host")
+    return ", ".join(shown) or "none on this host"
 
 
 def _uid_of(connected: socket.socket) -> int | None:
@@ -92,119 +89,108 @@ def _uid_of(connected: socket.socket) -> int | None:
     return uid
 
 
-def answers(running: Running) -> Finding:
+@check("server")
+def answers(running: Running) -> str:
     try:
         said = running.status
     except KVKeepError as error:
-        return Finding("server", False, error.message, error.hint or _START)
+        raise Wrong(error.message, error.hint or _START) from None
     if said["stopping"]:
-        return Finding("server", False, "the server is stopping", "start it again")
+        raise Wrong("the server is stopping", "start it again")
     if degraded := said["pool"]["degraded"]:
-        return Finding(
-            "server",
-            False,
+        raise Wrong(
             f"its pool is smaller than it should be: {degraded}",
             "free memory, or use a smaller --pool-size",
         )
-    return Finding("server", True, f"{said['name']} (pid {said['pid']}) answers")
+    return f"{said['name']} (pid {said['pid']}) answers"
 
 
-def version(running: Running) -> Finding:
+@check("version")
+def version(running: Running) -> str:
     theirs = str(running.status["version"])
     if theirs != __version__:
-        return Finding(
-            "version",
-            False,
+        raise Wrong(
             f"the server is kvkeep {theirs}, this is kvkeep {__version__}",
             "install the same release for server and engines, and restart what is older",
         )
-    return Finding("version", True, f"server and client are kvkeep {theirs}")
+    return f"server and client are kvkeep {theirs}"
 
 
-def engine_versions(running: Running) -> Finding:
+@check("engines")
+def engine_versions(running: Running) -> str:
     """Of the engines that are connected. One of a newer vLLM has been allowed to."""
     sessions = running.status["sessions"]
     if sessions is None:
-        return Finding("engines", True, "the server names them with its token only", skipped=True)
+        raise Skipped("the server names them with its token only")
     counts = Counter(str(each["engine"]) for each in sessions)
     for engine in counts:
         name, _, release = engine.partition(" ")
         if name == "vllm" and (problem := refusal(release, allow_untested=True)):
-            return Finding(
-                "engines", False, f"connected: {problem}", f"serve with vLLM {SUPPORTED} there"
-            )
+            raise Wrong(f"connected: {problem}", f"serve with vLLM {SUPPORTED} there")
     shown = (f"{engine} ({count})" for engine, count in sorted(counts.items()))
-    return Finding("engines", True, ", ".join(shown) or "none is connected")
+    return ", ".join(shown) or "none is connected"
 
 
-def server_clock(running: Running) -> Finding:
+@check("server clock")
+def server_clock(running: Running) -> str:
     there = time_at(running.http)
     if there is None:
-        return Finding("server clock", True, "the server tells no time", skipped=True)
+        raise Skipped("the server tells no time")
     skew_s = there - time.time()
     if abs(skew_s) > _MOST_SKEW_S:
-        return Finding(
-            "server clock",
-            False,
+        raise Wrong(
             f"the server's clock is {abs(skew_s):,.0f} s {'ahead' if skew_s > 0 else 'behind'}",
             "synchronise both clocks (timedatectl set-ntp true): certificates and times depend "
             "on them",
         )
-    return Finding("server clock", True, "the same time as here")
+    return "the same time as here"
 
 
-def server_tiers(running: Running) -> Finding:
+@check("server tiers")
+def server_tiers(running: Running) -> str:
     for tier in running.status["tiers"]:
         if tier["problem"]:
-            return Finding(
-                "server tiers",
-                False,
+            raise Wrong(
                 f"{tier['tier']} is {tier['state']}: {tier['problem']}",
                 "see `kvkeep tiers` and the server's log; a disk that was set aside is used again "
                 "after a restart",
             )
-    return Finding("server tiers", True, f"{len(running.status['tiers'])} in order")
+    return f"{len(running.status['tiers'])} in order"
 
 
-def round_trip(running: Running) -> Finding:
+@check("round trip")
+def round_trip(running: Running) -> str:
     """Stores a block as an engine of its own tenant, which expires at once, and loads it again."""
     address = str(running.status["address"])
     if (tcp := tcp_host(address)) is not None and tcp[0] in ("*", "0.0.0.0", "::"):
         address = f"tcp://{running.http.rpartition('://')[2].rpartition(':')[0]}:{tcp[1]}"
     block = np.frombuffer(secrets.token_bytes(4096), np.uint8).reshape(1, -1)
     started = time.perf_counter()
-    try:
-        with kvkeep.connect(
-            address,
-            model="kvkeep doctor",
-            revision="1",
-            block_tokens=16,
-            block_shape=(4096,),
-            dtype="uint8",
-            required=True,
-            options=ClientOptions(address=address, lookup_deadline_ms=2_000),
-        ) as cache:
-            tokens, salt = secrets.token_bytes(16), secrets.token_hex(8)
-            stored = cache.put([*tokens], block, salt=salt, ttl_ms=1)
-            found = cache.get([*tokens], salt=salt)
-    except KVKeepError as error:
-        return Finding("round trip", False, error.message, error.hint)
+    with kvkeep.connect(
+        address,
+        model="kvkeep doctor",
+        revision="1",
+        block_tokens=16,
+        block_shape=(4096,),
+        dtype="uint8",
+        required=True,
+        options=ClientOptions(address=address, lookup_deadline_ms=2_000),
+    ) as cache:
+        tokens, salt = secrets.token_bytes(16), secrets.token_hex(8)
+        stored = cache.put([*tokens], block, salt=salt, ttl_ms=1)
+        found = cache.get([*tokens], salt=salt)
     took_ms = (time.perf_counter() - started) * 1000
     if not stored:
-        return Finding(
-            "round trip",
-            False,
+        raise Wrong(
             "the server takes no block",
             "`kvkeep status` says whether the pool is full of leased blocks; see default_limit",
         )
     if not np.array_equal(found, block):
-        return Finding(
-            "round trip",
-            False,
+        raise Wrong(
             "a block that was just stored is not found",
             "see the server's log, and report it with `kvkeep status --json`",
         )
-    return Finding("round trip", True, f"a block went there and back, in {took_ms:.0f} ms")
+    return f"a block went there and back, in {took_ms:.0f} ms"
 
 
 WITHOUT_ANSWER: Sequence[Callable[[Running], Finding]] = (ports, answers)
