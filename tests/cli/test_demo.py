@@ -369,11 +369,9 @@ def test_a_kill_counts_only_what_was_unfinished() -> None:
         kill(EngineProgress(answers=0.0, complete=0, running=0))
         assert not kill.done and kill.unfinished([ANSWER]) == 0
         kill(EngineProgress(answers=0.5, complete=0, running=1))
-        assert (
-            kill.done
-            and server.process is not None
-            and server.process.returncode == -signal.SIGKILL
-        )
+        assert kill.done
+        assert server.process is not None
+        assert server.process.returncode == -signal.SIGKILL
     early = dataclasses.replace(ANSWER, arrived_s=kill.died_s - 2, finished_s=kill.died_s - 1)
     midst = dataclasses.replace(early, finished_s=kill.died_s + 1)
     late = dataclasses.replace(midst, arrived_s=kill.died_s + 0.5)
@@ -456,16 +454,13 @@ def test_questions_are_answered_with_progress_on_the_way(engine: EngineProcess) 
     [again] = engine.serve([QUESTION])
     assert (len(first.tokens), len(second.tokens)) == (4, 6)
     assert again.tokens == first.tokens and again.finish_reason == "length"
-    assert (
-        first.arrived_s < first.finished_s
-        and first.ttft_ms > 0
-        and first.external_cached_tokens == 0
-    )
+    assert first.arrived_s < first.finished_s
+    assert first.ttft_ms > 0
+    assert first.external_cached_tokens == 0
     assert [each.answers for each in seen] == sorted(each.answers for each in seen)
     assert seen[0].running == 2 and seen[-1].answers == seen[-1].complete == 2
-    assert {each.complete for each in seen} == {0, 1, 2} and all(
-        each.complete <= each.answers for each in seen
-    )
+    assert {each.complete for each in seen} == {0, 1, 2}
+    assert all(each.complete <= each.answers for each in seen)
 
 
 # -- what goes wrong inside the process: here without one

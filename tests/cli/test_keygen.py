@@ -177,9 +177,8 @@ def test_every_line_can_be_pasted_wherever_the_keys_are(tmp_path: Path) -> None:
 def test_it_says_what_to_do_next(kvkeep: Run, tmp_path: Path) -> None:
     done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--name", "host-a")
     steps = done.stdout.partition("\nnext:\n")[2].splitlines()
-    assert len(steps) == 5 and all(
-        step.startswith(f"    {number}. ") for number, step in enumerate(steps, 1)
-    )
+    assert len(steps) == 5
+    assert all(step.startswith(f"    {number}. ") for number, step in enumerate(steps, 1))
     assert "is called" not in done.stderr, "it was named"
     done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--admin-token")
     assert done.stdout.count("\n    1. start the server") == 1 and "    2. " not in done.stdout
@@ -188,10 +187,8 @@ def test_it_says_what_to_do_next(kvkeep: Run, tmp_path: Path) -> None:
         path.unlink()
     done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--host", "cache.example")
     assert "token" not in done.stdout and "reads its new certificate" in done.stdout
-    assert (
-        '# address = "tcp://0.0.0.0:5555"' in done.stdout
-        and '# http_address = "0.0.0.0:5556"' in done.stdout
-    )
+    assert '# address = "tcp://0.0.0.0:5555"' in done.stdout
+    assert '# http_address = "0.0.0.0:5556"' in done.stdout
 
 
 def test_more_clients_join_the_same_server(tmp_path: Path) -> None:
@@ -218,9 +215,8 @@ def test_a_certificate_that_was_moved_away_is_made_again_with_the_same_line(
         (keys / name).unlink()
     with pytest.raises(SettingsError, match=r"a\.client is there already") as caught:
         make(keys, ["a"], "t-*")
-    assert (
-        "repeat the --tenants and --admin" in caught.value.hint and "move" not in caught.value.hint
-    )
+    assert "repeat the --tenants and --admin" in caught.value.hint
+    assert "move" not in caught.value.hint
     made = make(keys, ["a"], "default")
     assert [Path(path).name for path in made["files"]] == [
         "server.key",
@@ -273,11 +269,9 @@ def test_without_the_package_that_makes_certificates_it_says_what_to_install(
     )
     command = [sys.executable, "-c", program, "keygen", "--dir", str(tmp_path / "keys")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and "pip install 'kvkeep[tls]'" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2
+    assert "pip install 'kvkeep[tls]'" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert subprocess.run([*command, "--admin-token"], capture_output=True).returncode == 0, (
         "a token needs none"
@@ -295,11 +289,9 @@ def test_nothing_is_ever_overwritten(kvkeep: Run, tmp_path: Path) -> None:
         ["--name", "c", "--admin-token"],
     ):
         done = kvkeep("keygen", "--dir", str(keys), *words)
-        assert (
-            done.returncode == 2
-            and "is there already, and nothing was made" in done.stderr
-            and not done.stdout
-        )
+        assert done.returncode == 2
+        assert "is there already, and nothing was made" in done.stderr
+        assert not done.stdout
         assert ("name the next client with --name" in done.stderr) != (
             words == ["--admin-token"] or words[1] == "c"
         )
@@ -312,9 +304,8 @@ def test_a_token_alone(kvkeep: Run, tmp_path: Path) -> None:
     token = tmp_path / "keys" / "admin-token"
     assert said["server"] == {"admin_token": str(token)} and said["clients"] == []
     assert files(tmp_path / "keys") == {".": 0o700, "admin-token": 0o600}
-    assert (
-        len(read_token(token)) >= 43 and token.read_text().strip() not in done.stdout + done.stderr
-    )
+    assert len(read_token(token)) >= 43
+    assert token.read_text().strip() not in done.stdout + done.stderr
 
 
 def test_the_secrets_of_a_shared_tier(kvkeep: Run, tmp_path: Path) -> None:
@@ -389,10 +380,8 @@ def test_a_client_that_administers_has_the_right_in_its_line(kvkeep: Run, tmp_pa
     assert (keys / "authorized" / "ops.client").read_text() == "ops tenants=default admin\n"
     callers = read_authorized(keys / "authorized", refuse)
     assert callers["ops"].admin and not callers["engine"].admin
-    assert (
-        f"export KVKEEP_CLIENT_TLS_CERT={keys / 'ops.pem'}" in done.stdout
-        and "--http https://HOST" in done.stdout
-    )
+    assert f"export KVKEEP_CLIENT_TLS_CERT={keys / 'ops.pem'}" in done.stdout
+    assert "--http https://HOST" in done.stdout
     assert "kv_connector_extra_config" not in done.stdout and "http_address" in done.stdout
     for words in (["--admin-token", "--admin"], ["--admin"], ["--admin", "--host", "a"]):
         refused = kvkeep(

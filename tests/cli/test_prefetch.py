@@ -75,11 +75,9 @@ def test_it_can_be_left_to_the_server(world: World, kvkeep: Run) -> None:
 def test_a_server_without_tiers_refuses(kvkeep: Run, server: ServerProcess) -> None:
     for words in (["prefetch", "default"], ["verify"]):
         done = kvkeep(*words, "--http", server.http)
-        assert (
-            done.returncode == 1
-            and "no disk below memory" in done.stderr
-            and "--tier" in done.stderr
-        )
+        assert done.returncode == 1
+        assert "no disk below memory" in done.stderr
+        assert "--tier" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -336,11 +336,9 @@ def test_json_lines_are_one_object_each() -> None:
     line = JsonLines().format(record("a\nb", failed=True))
     event = json.loads(line)
     assert line.count("\n") == 0
-    assert (
-        event["message"] == "a\nb"
-        and event["level"] == "warning"
-        and "ValueError: inside" in event["traceback"]
-    )
+    assert event["message"] == "a\nb"
+    assert event["level"] == "warning"
+    assert "ValueError: inside" in event["traceback"]
 
 
 def test_a_traceback_follows_on_lines_of_its_own() -> None:

@@ -50,9 +50,8 @@ def test_lookups_hits_misses_and_loaded_tokens_of_each_tenant() -> None:
     counts.count_lookup("a", 0, 5)
     counts.count_lookup("b", 2, 0)
     counts.count_loaded("a", 48)
-    assert counts.of("a") == TenantCounts(2, 3, 6, loaded_tokens=48) and counts.of(
-        "b"
-    ) == TenantCounts(1, 2, 0)
+    assert counts.of("a") == TenantCounts(2, 3, 6, loaded_tokens=48)
+    assert counts.of("b") == TenantCounts(1, 2, 0)
     assert counts.of("never seen") == TenantCounts()
     assert counts.by_label() == {"a": counts.of("a"), "b": counts.of("b"), OTHER: TenantCounts()}
 
@@ -118,8 +117,6 @@ def test_tenants_that_were_not_looked_up_for_long_are_forgotten() -> None:
         counts.count_lookup(f"t{number}", 1, 0)
     counts.count_lookup("t0", 1, 0)
     counts.count_lookup("one more", 1, 0)
-    assert (
-        counts.of("t0").lookups == 2
-        and counts.of("t1") == TenantCounts()
-        and counts.of("t2").lookups == 1
-    )
+    assert counts.of("t0").lookups == 2
+    assert counts.of("t1") == TenantCounts()
+    assert counts.of("t2").lookups == 1

@@ -553,9 +553,8 @@ def test_a_forked_child_reaches_nothing_and_closes_nothing(server: EmbeddedServe
 def test_each_server_has_a_pool_of_its_own_in_shared_memory() -> None:
     one, other = EmbeddedServer(MIB), EmbeddedServer(MIB)
     directories = [server.pool.directory for server in (one, other)]
-    assert [path.parent for path in directories] == [Path("/dev/shm")] * 2 and directories[
-        0
-    ] != directories[1]
+    assert [path.parent for path in directories] == [Path("/dev/shm")] * 2
+    assert directories[0] != directories[1]
     one.close()
     assert [path.exists() for path in directories] == [False, True]
     other.close()

@@ -298,10 +298,8 @@ def test_a_token_of_the_servers_own_is_private_and_kept(tmp_path: Path) -> None:
     file.parent.chmod(0o775)
     make_token(file)
     token = file.read_text().strip()
-    assert (
-        stat.S_IMODE(file.stat().st_mode) == 0o600
-        and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    )
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert len(token) == 43 and [path.name for path in file.parent.iterdir()] == ["admin.token"]
     make_token(file)
     assert token_reader(file, ProblemLog(), ours=True)() == token.encode()
@@ -363,14 +361,11 @@ def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(
         through("DELETE", wrong, problems=problems)
         through("GET", {"host": "rebound.example"}, problems=problems)
     lines = [record.getMessage() for record in caplog.records]
-    assert (
-        len(lines) == 2
-        and "secret-guess" not in caplog.text
-        and "rebound.example" not in caplog.text
-    )
+    assert len(lines) == 2
+    assert "secret-guess" not in caplog.text
+    assert "rebound.example" not in caplog.text
     assert "(unauthorized, 1 times" in lines[0] and "(bad_host, 1 times" in lines[1]
     now_s[0] = 60.0
     through("DELETE", wrong, problems=problems)
-    assert (
-        "(unauthorized, 1000 times" in caplog.records[-1].getMessage() and len(caplog.records) == 3
-    )
+    assert "(unauthorized, 1000 times" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 3

@@ -26,6 +26,7 @@ from kvkeep_lab.simulation.peer import Peer, chain
 
 TENANT = "t-" + "a" * 32
 OTHER = "t-" + "b" * 32
+QUOTA, LIMIT = (f"/v1/tenants/{TENANT}/{what}" for what in ("quota", "limit"))
 Start = Callable[..., Any]
 
 
@@ -59,11 +60,9 @@ def test_a_server_that_runs_is_healthy_and_ready(running: Any) -> None:
         {"healthy": True, "busy_s": pytest.approx(0, abs=5), "reason": ""},
     )
     status, said = running.ask("/readyz")
-    assert (
-        status == 200
-        and said["ready"] is True
-        and said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
-    )
+    assert status == 200
+    assert said["ready"] is True
+    assert said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
 
 
 def test_an_idle_server_stays_healthy(start: Start) -> None:
@@ -90,7 +89,7 @@ def test_a_stuck_loop_fails_a_scrape_and_does_not_hang_it(stuck: Any) -> None:
 
 def test_a_change_that_a_stuck_loop_did_not_begin_never_happens(stuck: Any) -> None:
     quota = {"quota_bytes": MIB}
-    assert stuck.ask(f"/v1/tenants/{TENANT}/quota", "PUT", quota)[1]["error"] == "loop_busy"
+    assert stuck.ask(QUOTA, "PUT", quota)[1]["error"] == "loop_busy"
     assert not stuck.daemon.quotas.path.exists()
 
 
@@ -104,11 +103,9 @@ def test_a_pool_that_is_being_filled_is_not_ready(start: Start) -> None:
     running = start(loop=False)  # nobody fills it any further
     running.daemon.pool.filled_bytes = MIB
     status, said = running.ask("/readyz")
-    assert (
-        status == 503
-        and f"being filled: {MIB} of {32 * MIB}" in said["reason"]
-        and said["filled_bytes"] == MIB
-    )
+    assert status == 503
+    assert f"being filled: {MIB} of {32 * MIB}" in said["reason"]
+    assert said["filled_bytes"] == MIB
     assert running.ask("/healthz")[0] == 200
 
 
@@ -138,7 +135,7 @@ def test_a_server_that_stops_is_not_ready(start: Start) -> None:
 
 def test_limits_are_set_shown_kept_and_taken_back(running: Any) -> None:
     running.store(TENANT, 5)
-    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 3 * 4096}) == (204, "")
+    assert running.ask(LIMIT, "PUT", {"limit_bytes": 3 * 4096}) == (204, "")
     _, said = running.ask(f"/v1/tenants/{TENANT}")
     assert (said["blocks"], said["usage_bytes"], said["limit_bytes"], said["own_limit"]) == (
         3,
@@ -150,9 +147,9 @@ def test_limits_are_set_shown_kept_and_taken_back(running: Any) -> None:
     _, text = running.ask("/metrics")
     assert f'kvkeep_tenant_limit_bytes{{tenant="{TENANT}"}} 12288.0' in text
     assert running.ask("/v1/status")[1]["largest_tenants"][0]["limit_bytes"] == 12288
-    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 0}) == (204, "")
+    assert running.ask(LIMIT, "PUT", {"limit_bytes": 0}) == (204, "")
     assert running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 0
-    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": None}) == (204, "")
+    assert running.ask(LIMIT, "PUT", {"limit_bytes": None}) == (204, "")
     assert running.daemon.quotas.load().limits == {}
 
 
@@ -165,33 +162,26 @@ def test_the_default_limit_is_a_live_setting_that_is_kept(running: Any) -> None:
     listed = running.ask("/v1/tenants")[1]["tenants"]
     assert {
         each["tenant"]: (each["blocks"], each["limit_bytes"], each["own_limit"]) for each in listed
-    } == {
-        TENANT: (2, 8192, False),
-        "default": (2, 8192, False),
-    }
+    } == {TENANT: (2, 8192, False), "default": (2, 8192, False)}
     kept = running.daemon.quotas.load()
     assert (kept.default_limit_set, kept.default_limit_bytes) == (True, 8192)
     assert "kvkeep_default_limit_bytes 8192.0" in running.ask("/metrics")[1]
 
 
 def test_a_limit_below_the_quota_is_refused_and_names_both_fields(running: Any) -> None:
-    running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 2 * MIB})
-    status, said = running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": MIB})
+    running.ask(QUOTA, "PUT", {"quota_bytes": 2 * MIB})
+    status, said = running.ask(LIMIT, "PUT", {"limit_bytes": MIB})
     assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "limit_bytes")
     assert "limit_bytes = 1MiB" in said["message"] and "quota_bytes = 2MiB" in said["message"]
     status, said = running.ask(
         "/v1/settings", "PATCH", {"default_quota": "2MiB", "default_limit": "1MiB"}
     )
-    assert (
-        status == 422
-        and "default_limit = 1MiB is less than default_quota = 2MiB" in said["message"]
-    )
+    assert status == 422
+    assert "default_limit = 1MiB is less than default_quota = 2MiB" in said["message"]
     status, said = running.ask("/v1/settings", "PATCH", {"default_limit": "1MiB"})
     assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "default_limit")
-    assert (
-        running.daemon.quotas.load().limits == {}
-        and not running.daemon.quotas.load().default_limit_set
-    )
+    assert running.daemon.quotas.load().limits == {}
+    assert not running.daemon.quotas.load().default_limit_set
 
 
 def test_defaults_that_fit_together_can_change_together(running: Any) -> None:
@@ -202,7 +192,7 @@ def test_defaults_that_fit_together_can_change_together(running: Any) -> None:
 
 
 def test_quotas_are_set_and_taken_back(running: Any) -> None:
-    assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 8 * MIB}) == (204, "")
+    assert running.ask(QUOTA, "PUT", {"quota_bytes": 8 * MIB}) == (204, "")
     assert running.ask(f"/v1/tenants/{TENANT}") == (
         200,
         {
@@ -220,7 +210,7 @@ def test_quotas_are_set_and_taken_back(running: Any) -> None:
             "figures": dataclasses.asdict(FiguresShown()),
         },
     )
-    assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}) == (204, "")
+    assert running.ask(QUOTA, "PUT", {"quota_bytes": None}) == (204, "")
     assert running.ask(f"/v1/tenants/{TENANT}")[0] == 404
 
 
@@ -267,117 +257,26 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
         (f"/v1/tenants/{TENANT.upper()}", "GET", None, 422, "bad_tenant", "tenant"),
         ("/v1/tenants?limit=0", "GET", None, 422, "bad_request", "limit"),
         ("/v1/tenants?limit=many", "GET", None, 422, "bad_request", "limit"),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": None},
-            404,
-            "unknown_tenant",
-            "tenant",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": -1},
-            422,
-            "bad_request",
-            "quota_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": "8GiB"},
-            422,
-            "bad_request",
-            "quota_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": True},
-            422,
-            "bad_request",
-            "quota_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": 1.5},
-            422,
-            "bad_request",
-            "quota_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": 33 * MIB},
-            409,
-            "quota_too_large",
-            "quota_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": 1 << 200},
-            409,
-            "quota_too_large",
-            "quota_bytes",
-        ),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {}, 422, "bad_request", "quota_bytes"),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            {"quota_bytes": 1, "more": 1},
-            422,
-            "bad_request",
-            "more",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/limit",
-            "PUT",
-            {"limit_bytes": None},
-            404,
-            "unknown_tenant",
-            "tenant",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/limit",
-            "PUT",
-            {"limit_bytes": -1},
-            422,
-            "bad_request",
-            "limit_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/limit",
-            "PUT",
-            {"limit_bytes": 1 << 200},
-            422,
-            "bad_limit",
-            "limit_bytes",
-        ),
-        (
-            f"/v1/tenants/{TENANT}/limit",
-            "PUT",
-            {"quota_bytes": 1},
-            422,
-            "bad_request",
-            "limit_bytes",
-        ),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", [1], 422, "bad_request", ""),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", b"{", 422, "bad_request", ""),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", b"\xff\xfe", 422, "bad_request", ""),
-        (
-            f"/v1/tenants/{TENANT}/quota",
-            "PUT",
-            b'{"quota_bytes": ' + b"9" * 5000 + b"}",
-            400,
-            "bad_request",
-            "",
-        ),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", b"[" * 60_000, 400, "bad_request", ""),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", b"x" * 70_000, 413, "body_too_large", ""),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", None, 422, "bad_request", ""),
+        (QUOTA, "PUT", {"quota_bytes": None}, 404, "unknown_tenant", "tenant"),
+        (QUOTA, "PUT", {"quota_bytes": -1}, 422, "bad_request", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": "8GiB"}, 422, "bad_request", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": True}, 422, "bad_request", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": 1.5}, 422, "bad_request", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": 33 * MIB}, 409, "quota_too_large", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": 1 << 200}, 409, "quota_too_large", "quota_bytes"),
+        (QUOTA, "PUT", {}, 422, "bad_request", "quota_bytes"),
+        (QUOTA, "PUT", {"quota_bytes": 1, "more": 1}, 422, "bad_request", "more"),
+        (LIMIT, "PUT", {"limit_bytes": None}, 404, "unknown_tenant", "tenant"),
+        (LIMIT, "PUT", {"limit_bytes": -1}, 422, "bad_request", "limit_bytes"),
+        (LIMIT, "PUT", {"limit_bytes": 1 << 200}, 422, "bad_limit", "limit_bytes"),
+        (LIMIT, "PUT", {"quota_bytes": 1}, 422, "bad_request", "limit_bytes"),
+        (QUOTA, "PUT", [1], 422, "bad_request", ""),
+        (QUOTA, "PUT", b"{", 422, "bad_request", ""),
+        (QUOTA, "PUT", b"\xff\xfe", 422, "bad_request", ""),
+        (QUOTA, "PUT", b'{"quota_bytes": ' + b"9" * 5000 + b"}", 400, "bad_request", ""),
+        (QUOTA, "PUT", b"[" * 60_000, 400, "bad_request", ""),
+        (QUOTA, "PUT", b"x" * 70_000, 413, "body_too_large", ""),
+        (QUOTA, "PUT", None, 422, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/blocks", "DELETE", None, 404, "unknown_tenant", "tenant"),
         ("/v1/settings", "PATCH", {"pool_size": "1GiB"}, 422, "bad_setting", ""),
         ("/v1/settings", "PATCH", {"log_level": "loud"}, 422, "bad_setting", ""),
@@ -414,7 +313,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_remedy(
     running: Any, kind: str
 ) -> None:
     for path, method, body in (
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1}),
+        (QUOTA, "PUT", {"quota_bytes": 1}),
         ("/v1/settings", "PATCH", {"verify": False}),
     ):
         status, said = running.ask(path, method, body, {"content-type": kind})
@@ -423,9 +322,9 @@ def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_remedy(
 
 
 def test_quotas_that_do_not_fit_are_told_in_sizes_for_people(running: Any) -> None:
-    _, said = running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 33 * MIB})
+    _, said = running.ask(QUOTA, "PUT", {"quota_bytes": 33 * MIB})
     assert "33MiB (34603008 bytes)" in said["message"] and "32MiB" in said["message"]
-    status, said = running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 10**4000})
+    status, said = running.ask(QUOTA, "PUT", {"quota_bytes": 10**4000})
     assert status == 409 and said["error"] == "quota_too_large"
     _, said = running.ask("/v1/settings", "PATCH", {"default_quota": "33MiB"})
     assert "33MiB" in said["message"] and "--pool-size" in said["hint"]
@@ -444,9 +343,7 @@ def test_half_a_character_is_refused_like_any_other_text(
 ) -> None:
     status, said = running.ask("/v1/settings", "PATCH", changes)
     assert status == 422 and said["error"] == "bad_setting"
-    status, said = running.ask(
-        f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "\ud800": 1}
-    )
+    status, said = running.ask(QUOTA, "PUT", {"quota_bytes": 1, "\ud800": 1})
     assert status == 422 and said["error"] == "bad_request"
 
 
@@ -487,9 +384,8 @@ def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
     running.store("default", 2, complete=False)
     status, said = running.ask("/v1/status")
     assert status == 200
-    assert (
-        said["address"] == running.daemon.address and said["http_address"] == running.http.address
-    )
+    assert said["address"] == running.daemon.address
+    assert said["http_address"] == running.http.address
     assert said["pool"]["blocks"] == {"writing": 2, "waiting": 0, "ready": 3, "evicting": 0}
     assert said["writes"] == 1 and said["tenants"] == 2
 
@@ -530,10 +426,8 @@ def test_a_failure_is_answered_each_time_and_logged_once(
         status, said = running.ask("/v1/status")
         assert (status, said["error"]) == (500, "internal_error")
     assert [each.levelname for each in caplog.records if each.exc_info] == ["ERROR"]
-    assert (
-        "internal_error by ZeroDivisionError" in caplog.text
-        and caplog.text.count("ZeroDivisionError: planted") == 1
-    )
+    assert "internal_error by ZeroDivisionError" in caplog.text
+    assert caplog.text.count("ZeroDivisionError: planted") == 1
 
 
 def test_openapi_describes_every_route(running: Any) -> None:
@@ -571,9 +465,8 @@ def test_every_route_that_changes_something_needs_the_token(running: Any) -> Non
                 path.format(tenant=TENANT, number=1), method, headers={"authorization": given}
             )
             assert (status, said["error"]) == (401, "unauthorized"), (method, path)
-            assert str(running.daemon.settings.made_token) in said[
-                "hint"
-            ] and running.token not in str(said)
+            assert str(running.daemon.settings.made_token) in said["hint"]
+            assert running.token not in str(said)
     assert not running.daemon.stopping and running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
     assert running.daemon.service.counters.auth_failures == {"admin_token": 4 * len(changes)}
 
@@ -646,9 +539,8 @@ def test_a_server_without_its_lock_file_finds_nothing_and_says_so(
     while running.ask("/healthz")[0] == 200:
         time.sleep(0.01)
     status, said = running.ask("/healthz")
-    assert (
-        status == 503 and said["reason"] == "the pool's lock file was removed: restart the server"
-    )
+    assert status == 503
+    assert said["reason"] == "the pool's lock file was removed: restart the server"
     assert "its lock" in running.ask("/readyz")[1]["reason"]
     assert peer.ask(m.Found, m.Lookup("default", layout, keys)).blocks == 0
     assert (

@@ -62,10 +62,8 @@ def test_sessions_are_counted_by_key_and_without_one_by_process() -> None:
     for key, pid in (("k", 3), ("", 1)):
         with pytest.raises(RequestError) as caught:
             check_sessions(limits, held, key, pid)
-        assert (
-            caught.value.code == "too_many_sessions"
-            and "--max-sessions-per-client" in caught.value.hint
-        )
+        assert caught.value.code == "too_many_sessions"
+        assert "--max-sessions-per-client" in caught.value.hint
     for key, pid in (("other", 1), ("new", 1), ("", 2), ("", 3)):
         check_sessions(limits, held, key, pid)
 

@@ -188,10 +188,8 @@ def test_the_longest_turn_of_the_loop_is_that_since_the_last_scrape(start: Start
     running.in_loop(lambda: running.daemon.service.counters.turns.add(3e6))
     samples = scrape(running)
     assert value(samples, "kvkeep_loop_longest_turn_seconds") == 3
-    assert (
-        value(samples, "kvkeep_loop_turn_seconds_count") > 1
-        and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
-    )
+    assert value(samples, "kvkeep_loop_turn_seconds_count") > 1
+    assert value(samples, "kvkeep_loop_turn_seconds_sum") > 3
     assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") < 3
 
 

@@ -96,9 +96,8 @@ def test_hits_misses_and_loaded_tokens_are_counted_for_each_tenant(
     lease = peer.number + 1
     peer.ask(m.Found, m.Lookup("default", layout, chain("a", 6), 1))
     peer.ask(m.Found, m.Lookup(tenant_of("other"), layout, KEYS))
-    assert tenants.of("default") == TenantCounts(1, 4, 2) and tenants.of(
-        tenant_of("other")
-    ) == TenantCounts(1, 0, 4)
+    assert tenants.of("default") == TenantCounts(1, 4, 2)
+    assert tenants.of(tenant_of("other")) == TenantCounts(1, 0, 4)
     for _ in range(2):
         peer.ask(m.Done, m.Release([lease, 99], [48, 7]))
     assert tenants.of("default").loaded_tokens == 48 == world.service.counters.loaded_tokens, (

@@ -280,9 +280,8 @@ def test_a_hostile_client_that_leaves_leaves_nothing_behind(
     attacker = Attacker(server, 99)
     for _ in range(2_000):
         attacker.attack()
-    assert (
-        any(session.leases for session in server.store.sessions.values()) and server.store.writers
-    )
+    assert any(session.leases for session in server.store.sessions.values())
+    assert server.store.writers
     monkeypatch.setattr(AlwaysHeld, "is_held", lambda self: False)
     server.service.end_dead_sessions(attacker.now_ms + 70_000)
     assert not server.store.sessions and not server.store.writers

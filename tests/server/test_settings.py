@@ -264,10 +264,8 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: list
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     message = refusal(config=tmp_path / "gone.toml")
-    assert (
-        "gone.toml cannot be read" in message
-        and "hint: check the path in --config or KVKEEP_CONFIG" in message
-    )
+    assert "gone.toml cannot be read" in message
+    assert "hint: check the path in --config or KVKEEP_CONFIG" in message
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b'name = "\xe9"')
     assert "latin.toml is not valid TOML" in refusal(config=latin)
@@ -449,10 +447,8 @@ def test_settings_of_earlier_releases_are_refused_by_name_whatever_their_source(
     ):
         with pytest.raises(SettingsError) as caught:
             source()
-        assert (
-            caught.value.message.startswith(f"{shown} (")
-            and "does not exist any more" in caught.value.message
-        )
+        assert caught.value.message.startswith(f"{shown} (")
+        assert "does not exist any more" in caught.value.message
         assert words in caught.value.hint and "migration guide" in caught.value.hint
 
 
@@ -492,11 +488,9 @@ def test_engines_are_listened_for_beyond_loopback_with_tls_alone(
     address: str, other: list[str]
 ) -> None:
     said = refusal_with_hint("--address", address, *other)
-    assert (
-        f'address = "{address}"' in said
-        and "tls_cert is not set" in said
-        and "kvkeep keygen" in said
-    )
+    assert f'address = "{address}"' in said
+    assert "tls_cert is not set" in said
+    assert "kvkeep keygen" in said
     assert load("--address", address, *TLS, *other).address == address
 
 
@@ -508,11 +502,9 @@ def test_http_is_listened_for_beyond_loopback_with_a_token_alone(
     address: str, other: list[str]
 ) -> None:
     said = refusal_with_hint("--http-address", address, *other)
-    assert (
-        f'http_address = "{address}"' in said
-        and "admin_token is not set" in said
-        and "--admin-token" in said
-    )
+    assert f'http_address = "{address}"' in said
+    assert "admin_token is not set" in said
+    assert "--admin-token" in said
     settings = load("--http-address", address, *TOKEN, *other)
     assert settings.http_address == address and not settings.http_is_local
     assert settings.http_has_tls == bool(other)
@@ -545,9 +537,8 @@ def test_a_list_of_clients_needs_tls() -> None:
 def test_on_loopback_certificates_and_token_may_be_and_need_not() -> None:
     assert load().tls_cert is None
     settings = load(*TLS, *TOKEN)
-    assert settings.tls_key == Path("/keys/server.key") and settings.admin_token == Path(
-        "/keys/admin-token"
-    )
+    assert settings.tls_key == Path("/keys/server.key")
+    assert settings.admin_token == Path("/keys/admin-token")
     assert load("--tls-cert", "none", "--tls-key", "NONE", "--tls-ca", "none").tls_ca is None
 
 

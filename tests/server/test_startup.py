@@ -72,10 +72,8 @@ def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptur
         0,
     ) and start.seconds > 0
     assert start.why_cold == ""
-    assert (
-        "adopted 2 blocks, 8KiB, in" in caplog.text
-        and "dropped 1 that could not be proven" in caplog.text
-    )
+    assert "adopted 2 blocks, 8KiB, in" in caplog.text
+    assert "dropped 1 that could not be proven" in caplog.text
     assert hit(store) == 2
     check_integrity(store)
 
