@@ -33,90 +33,75 @@ from kvkeep.server.counters import (
 from kvkeep.server.status import Snapshot, Status
 from kvkeep.store.departed import AGE_EDGES_S
 
-# Metric, where its value is in a Status, and help. A value of None: the gauge is absent.
+# Metric without `kvkeep_`, where its value is in a Status, and help. A value of None: the gauge is
+# absent.
 _GAUGES: Final = (
-    ("kvkeep_pool_bytes", "pool.pool_bytes", "Size of the pool."),
-    ("kvkeep_pool_filled_bytes", "pool.filled_bytes", "Memory of the pool that is allocated."),
-    ("kvkeep_pool_degraded", "pool.degraded", "1 when the pool got less memory than was set."),
-    ("kvkeep_slabs", "pool.slabs", "Slabs of the pool."),
-    ("kvkeep_unused_slabs", "pool.unused_slabs", "Slabs without blocks."),
-    ("kvkeep_leases", "leases", "Lookups whose blocks are being loaded."),
-    ("kvkeep_writes", "writes", "Stores under way."),
-    ("kvkeep_layouts", "layouts", "Block layouts in use."),
-    ("kvkeep_tenants", "tenants", "Tenants with blocks, or with an own quota or limit."),
-    ("kvkeep_quota_promised_bytes", "quotas.promised_bytes", "Sum of tenants' own quotas, as set."),
-    ("kvkeep_quota_in_force_bytes", "quotas.in_force_bytes", "Sum of all tenants' quotas."),
-    ("kvkeep_quotas_overcommitted", "quotas.overcommitted", "1 when quotas exceed the pool."),
-    ("kvkeep_quotas_scaled_down", "quotas.scaled_down", "1 when own quotas exceed the pool."),
-    ("kvkeep_default_limit_bytes", "quotas.default_limit_bytes", "default_limit; absent if none."),
-    ("kvkeep_default_quota_bytes", "quotas.default_bytes", "default_quota; absent if none."),
-    ("kvkeep_adopted_blocks", "restart.adopted_blocks", "Blocks taken over from the last server."),
-    ("kvkeep_adopted_bytes", "restart.adopted_bytes", "Memory in slots of adopted blocks."),
-    ("kvkeep_adoption_seconds", "restart.adoption_seconds", "Time that adoption took."),
-    ("kvkeep_dropped_at_adoption", "restart.dropped_at_adoption", "Blocks not adopted."),
-    ("kvkeep_old_sessions", "restart.old_sessions", "Live processes of the last server."),
+    ("pool_bytes", "pool.pool_bytes", "Size of the pool."),
+    ("pool_filled_bytes", "pool.filled_bytes", "Memory of the pool that is allocated."),
+    ("pool_degraded", "pool.degraded", "1 when the pool got less memory than was set."),
+    ("slabs", "pool.slabs", "Slabs of the pool."),
+    ("unused_slabs", "pool.unused_slabs", "Slabs without blocks."),
+    ("leases", "leases", "Lookups whose blocks are being loaded."),
+    ("writes", "writes", "Stores under way."),
+    ("layouts", "layouts", "Block layouts in use."),
+    ("tenants", "tenants", "Tenants with blocks, or with an own quota or limit."),
+    ("quota_promised_bytes", "quotas.promised_bytes", "Sum of tenants' own quotas, as set."),
+    ("quota_in_force_bytes", "quotas.in_force_bytes", "Sum of all tenants' quotas."),
+    ("quotas_overcommitted", "quotas.overcommitted", "1 when quotas exceed the pool."),
+    ("quotas_scaled_down", "quotas.scaled_down", "1 when own quotas exceed the pool."),
+    ("default_limit_bytes", "quotas.default_limit_bytes", "default_limit; absent if none."),
+    ("default_quota_bytes", "quotas.default_bytes", "default_quota; absent if none."),
+    ("adopted_blocks", "restart.adopted_blocks", "Blocks taken over from the last server."),
+    ("adopted_bytes", "restart.adopted_bytes", "Memory in slots of adopted blocks."),
+    ("adoption_seconds", "restart.adoption_seconds", "Time that adoption took."),
+    ("dropped_at_adoption", "restart.dropped_at_adoption", "Blocks not adopted."),
+    ("old_sessions", "restart.old_sessions", "Live processes of the last server."),
     (
-        "kvkeep_held_by_old_sessions",
+        "held_by_old_sessions",
         "restart.held_by_old_sessions",
         "Blocks held unchanged for processes of the last server.",
     ),
 )
 
-# Of each tier: metric, where its value is in a TierShown, and help. None: the sample is absent.
-_TIER_GAUGES: Final = (
-    ("kvkeep_tier_capacity_bytes", "capacity_bytes", "Room for blocks on the tier."),
-    ("kvkeep_tier_used_bytes", "used_bytes", "Room that blocks take on the tier."),
-    ("kvkeep_tier_blocks", "blocks", "Blocks on the tier, or being written to it."),
-    ("kvkeep_tier_in_flight_bytes", "in_flight_bytes", "Bytes of jobs under way."),
-    ("kvkeep_tier_to_write_chains", "to_write_chains", "Chains that wait to be written."),
-    ("kvkeep_tier_promotions", "promotions", "Prefixes on their way to memory."),
-    ("kvkeep_tier_slow", "is_slow", "1 while a job takes more than 2 seconds."),
-    ("kvkeep_tier_set_aside", "is_set_aside", "1 while the tier is not used."),
-    ("kvkeep_tier_read_seconds", "read_seconds", "Time of a read job, averaged; absent if none."),
-    (
-        "kvkeep_tier_write_seconds",
-        "write_seconds",
-        "Time of a write job, averaged; absent if none.",
-    ),
-)
-_TIER_COUNTERS: Final = (
-    ("kvkeep_tier_written_blocks", "counts.written_blocks", "Blocks written to the tier."),
-    ("kvkeep_tier_written_bytes", "counts.written_bytes", "Bytes of blocks written to the tier."),
-    ("kvkeep_tier_promoted_blocks", "counts.promoted_blocks", "Blocks brought up to memory."),
-    (
-        "kvkeep_tier_promoted_bytes",
-        "counts.promoted_bytes",
-        "Bytes of blocks brought up to memory.",
-    ),
-    ("kvkeep_tier_verified_blocks", "counts.verified_blocks", "Blocks that verify has read."),
-    (
-        "kvkeep_tier_bad_blocks",
-        "counts.bad_blocks",
-        "Blocks read that did not match their checksum.",
-    ),
-    (
-        "kvkeep_tier_lost_blocks",
-        "counts.lost_blocks",
-        "Blocks that a shared tier had when it was asked, and not when they were read.",
-    ),
-    (
-        "kvkeep_tier_refused_blocks",
-        "counts.refused_blocks",
-        "Blocks for which a shared tier had no room.",
-    ),
-    ("kvkeep_tier_errors", "counts.errors", "Jobs that failed."),
-)
+# Of each tier: the field of TierShown, which is the metric without `kvkeep_tier_` and `is_`, and
+# help. None: the sample is absent.
+_TIER_GAUGES: Final = {
+    "capacity_bytes": "Room for blocks on the tier.",
+    "used_bytes": "Room that blocks take on the tier.",
+    "blocks": "Blocks on the tier, or being written to it.",
+    "in_flight_bytes": "Bytes of jobs under way.",
+    "to_write_chains": "Chains that wait to be written.",
+    "promotions": "Prefixes on their way to memory.",
+    "is_slow": "1 while a job takes more than 2 seconds.",
+    "is_set_aside": "1 while the tier is not used.",
+    "read_seconds": "Time of a read job, averaged; absent if none.",
+    "write_seconds": "Time of a write job, averaged; absent if none.",
+}
+# The same of its counts.
+_TIER_COUNTERS: Final = {
+    "written_blocks": "Blocks written to the tier.",
+    "written_bytes": "Bytes of blocks written to the tier.",
+    "promoted_blocks": "Blocks brought up to memory.",
+    "promoted_bytes": "Bytes of blocks brought up to memory.",
+    "verified_blocks": "Blocks that verify has read.",
+    "bad_blocks": "Blocks read that did not match their checksum.",
+    "lost_blocks": "Blocks that a shared tier had when it was asked, and not when they were read.",
+    "refused_blocks": "Blocks for which a shared tier had no room.",
+    "errors": "Jobs that failed.",
+}
 # Of each model: metric, the field of FiguresShown, and help.
 _MODEL_COUNTERS: Final = (
-    ("kvkeep_model_loaded_tokens", "tokens_loaded", "Tokens loaded and used, by model."),
-    ("kvkeep_model_computed_tokens", "tokens_computed", "Prompt tokens computed, by model."),
-    (
-        "kvkeep_model_avoided_seconds",
-        "avoided_s",
-        "Estimated time of computing the loaded tokens, by model.",
-    ),
-    ("kvkeep_model_load_seconds", "load_s", "Time that their loads took, by model."),
+    ("loaded_tokens", "tokens_loaded", "Tokens loaded and used, by model."),
+    ("computed_tokens", "tokens_computed", "Prompt tokens computed, by model."),
+    ("avoided_seconds", "avoided_s", "Estimated time of computing the loaded tokens, by model."),
+    ("load_seconds", "load_s", "Time that their loads took, by model."),
 )
+
+_POOL_USED: Final = "Memory in slots of blocks, by state."
+_TENANT_QUOTA: Final = "Quota in force, largest tenants; absent if none."
+_TENANT_LIMIT: Final = "Limit in force, largest tenants; absent if none."
+_PROMPT_BLOCKS: Final = "Blocks of the prompts of finished requests, by what became of them."
+_LOAD_FAILURES: Final = "Loaded blocks that did not match their checksum, by what the server found."
 
 # Always shown: an alert on the increase of a counter misses one that appears with its first failure.
 _OUTCOMES = {name: 0 for number, name in enumerate(NAMES) if number != LACKED}
@@ -154,83 +139,57 @@ def families(snapshot: Snapshot, started: float) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvkeep_ready", "1 when engines may be sent here.", float(is_ready))
     for name, path, text in _GAUGES:
         value = attrgetter(path)(now)
-        gauge = GaugeMetricFamily(name, text)
+        gauge = GaugeMetricFamily(f"kvkeep_{name}", text)
         if value is not None:
             gauge.add_metric([], float(bool(value) if isinstance(value, str) else value))
         yield gauge
-    yield from _labelled_gauges(now)
     for field, (name, text) in metrics_of(Counters, "kvkeep_").items():
         yield CounterMetricFamily(name, text, now.counters[field])
-    for field, (name, text) in metrics_of(TenantCounts, "kvkeep_tenant_").items():
-        by_tenant = {each: getattr(counts, field) for each, counts in now.tenant_counts.items()}
-        yield _labelled(CounterMetricFamily, name, "tenant", by_tenant, text)
-    for name, field, text in _MODEL_COUNTERS:
-        by_model = {each.model: getattr(each.figures, field) for each in now.models}
-        yield _labelled(CounterMetricFamily, name, "model", by_model, text)
-    for name, label, values, text in (
-        (
-            "kvkeep_prompt_blocks",
-            "outcome",
-            _OUTCOMES | now.prompt_blocks,
-            "Blocks of the prompts of finished requests, by what became of them.",
-        ),
-        ("kvkeep_evicted_blocks", "reason", now.evicted_blocks, "Blocks evicted, by reason."),
-        (
-            "kvkeep_load_failures",
-            "cause",
-            now.load_failures,
-            "Loaded blocks that did not match their checksum, by what the server found.",
-        ),
-        ("kvkeep_refusals", "code", now.refusals, "Requests refused, by code."),
-        (
-            "kvkeep_auth_failures",
-            "reason",
-            dict.fromkeys(_AUTH_FAILURES, 0) | now.auth_failures,
-            "Peers not authenticated, by reason.",
-        ),
-    ):
-        yield _labelled(CounterMetricFamily, name, label, values, text)
+    yield from _by_label(now)
     yield from _tiers(now)
     yield from _histograms(snapshot)
 
 
-def _labelled_gauges(now: Status) -> Iterator[Metric]:
+def _by_label(now: Status) -> Iterator[Metric]:
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
     largest = now.largest_tenants
     quotas = {each.tenant: each.quota_bytes for each in largest if each.quota_bytes is not None}
     limits = {each.tenant: each.limit_bytes for each in largest if each.limit_bytes is not None}
     usage = {each.tenant: each.usage_bytes for each in largest}
     by_model = {each.model: each.usage_bytes for each in now.models}
-    for name, label, values, text in (
-        ("pool_used_bytes", "state", now.pool.used_bytes, "Memory in slots of blocks, by state."),
-        ("blocks", "state", now.pool.blocks, "Blocks, by state."),
-        ("sessions", "plane", now.open_sessions, "Open sessions."),
-        ("model_usage_bytes", "model", by_model, "Memory in use, by model."),
-        ("tenant_usage_bytes", "tenant", usage, "Memory in use, largest tenants only."),
-        (
-            "tenant_quota_bytes",
-            "tenant",
-            quotas,
-            "Quota in force, largest tenants; absent if none.",
-        ),
-        (
-            "tenant_limit_bytes",
-            "tenant",
-            limits,
-            "Limit in force, largest tenants; absent if none.",
-        ),
+    auth_failures = dict.fromkeys(_AUTH_FAILURES, 0) | now.auth_failures
+    for kind, name, label, values, text in (
+        (gauge, "pool_used_bytes", "state", now.pool.used_bytes, _POOL_USED),
+        (gauge, "blocks", "state", now.pool.blocks, "Blocks, by state."),
+        (gauge, "sessions", "plane", now.open_sessions, "Open sessions."),
+        (gauge, "model_usage_bytes", "model", by_model, "Memory in use, by model."),
+        (gauge, "tenant_usage_bytes", "tenant", usage, "Memory in use, largest tenants only."),
+        (gauge, "tenant_quota_bytes", "tenant", quotas, _TENANT_QUOTA),
+        (gauge, "tenant_limit_bytes", "tenant", limits, _TENANT_LIMIT),
+        (counter, "prompt_blocks", "outcome", _OUTCOMES | now.prompt_blocks, _PROMPT_BLOCKS),
+        (counter, "evicted_blocks", "reason", now.evicted_blocks, "Blocks evicted, by reason."),
+        (counter, "load_failures", "cause", now.load_failures, _LOAD_FAILURES),
+        (counter, "refusals", "code", now.refusals, "Requests refused, by code."),
+        (counter, "auth_failures", "reason", auth_failures, "Peers not authenticated, by reason."),
     ):
-        yield _labelled(GaugeMetricFamily, f"kvkeep_{name}", label, values, text)
+        yield _labelled(kind, f"kvkeep_{name}", label, values, text)
+    for field, (name, text) in metrics_of(TenantCounts, "kvkeep_tenant_").items():
+        by_tenant = {each: getattr(counts, field) for each, counts in now.tenant_counts.items()}
+        yield _labelled(counter, name, "tenant", by_tenant, text)
+    for name, field, text in _MODEL_COUNTERS:
+        figures = {each.model: getattr(each.figures, field) for each in now.models}
+        yield _labelled(counter, f"kvkeep_model_{name}", "model", figures, text)
 
 
 def _tiers(now: Status) -> Iterator[Metric]:
-    for kind, table in (
-        (GaugeMetricFamily, _TIER_GAUGES),
-        (CounterMetricFamily, _TIER_COUNTERS),
-    ):
-        for name, path, text in table:
-            values = {tier.tier: attrgetter(path)(tier) for tier in now.tiers}
-            known = {tier: value for tier, value in values.items() if value is not None}
-            yield _labelled(kind, name, "tier", known, text)
+    for field, text in _TIER_GAUGES.items():
+        values = {tier.tier: getattr(tier, field) for tier in now.tiers}
+        known = {tier: value for tier, value in values.items() if value is not None}
+        name = f"kvkeep_tier_{field.removeprefix('is_')}"
+        yield _labelled(GaugeMetricFamily, name, "tier", known, text)
+    for field, text in _TIER_COUNTERS.items():
+        counts = {tier.tier: getattr(tier.counts, field) for tier in now.tiers}
+        yield _labelled(CounterMetricFamily, f"kvkeep_tier_{field}", "tier", counts, text)
     yield CounterMetricFamily(
         "kvkeep_evicted_unwritten",
         "Chains of blocks that left memory before they were written to a tier.",
