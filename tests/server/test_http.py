@@ -549,7 +549,9 @@ def test_a_server_without_its_lock_file_finds_nothing_and_says_so(
     assert caplog.text.count("was removed: this server finds and stores nothing more") == 1
 
 
-def test_a_pool_that_was_removed_is_told_and_the_network_goes_on(running: Any) -> None:
+def test_a_pool_that_was_removed_is_told_and_the_network_goes_on(start: Start) -> None:
+    # Its loop does not look at the lock file meanwhile: that would make it unhealthy as well.
+    running = start("--session-check-interval", "1h", "--network-session-timeout", "2h")
     shutil.rmtree(running.daemon.pool.directory)
     status, said = running.ask("/readyz")
     assert status == 503 and "was removed" in said["reason"]

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import check_tenant
@@ -208,31 +208,38 @@ class Admin:
     def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
         """Gives a tenant a quota of its own, or with None the default again. Saved before it takes
         effect."""
-        _check_tenant(tenant)
-        store, now_ms = self.daemon.store, self.daemon.now_ms()
-        with self._one_change_at_a_time():
-            self.in_loop(lambda: check_quota(store, tenant, quota_bytes))
-            kept = _with(self.daemon.kept_quotas.tenants, tenant, quota_bytes)
-            with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
-                self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
-            self._follow([tenant])
-            self._tidy()
-        log.info("quota of tenant %s: %s", tenant, _or_default(quota_bytes))
+        self._set_own("quota", "tenants", tenant, quota_bytes, check_quota, set_quota)
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
         """Gives a tenant a limit of its own, or with None the default again. Saved before it takes
         effect, and in effect before the blocks beyond it are evicted, a few at a time, even if the
         caller no longer waits."""
+        self._set_own("limit", "limits", tenant, limit_bytes, check_limit, set_limit)
+
+    def _set_own(
+        self,
+        what: str,
+        kept_in: str,
+        tenant: str,
+        nbytes: int | None,
+        check: Callable[[Store, str, int | None], None],
+        put_in_force: Callable[[Store, str, int | None, int], object],
+    ) -> None:
+        """`kept_in` is the field of KeptQuotas."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
-            self.in_loop(lambda: check_limit(store, tenant, limit_bytes))
-            kept = _with(self.daemon.kept_quotas.limits, tenant, limit_bytes)
-            with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
-                self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms))
+            self.in_loop(lambda: check(store, tenant, nbytes))
+            before = self.daemon.kept_quotas
+            own = {name: each for name, each in getattr(before, kept_in).items() if name != tenant}
+            own |= {} if nbytes is None else {tenant: nbytes}
+            changed: dict[str, Any] = {kept_in: own}
+            with self._saved(replace(before, **changed)):
+                self.in_loop(lambda: put_in_force(store, tenant, nbytes, now_ms))
             self._follow([tenant])
             self._tidy()
-        log.info("limit of tenant %s: %s", tenant, _or_default(limit_bytes))
+        shown = "the default" if nbytes is None else format_size(nbytes)
+        log.info("%s of tenant %s: %s", what, tenant, shown)
 
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
         """Changes live settings, all or none. Default quota and limit are saved like a tenant's;
@@ -416,15 +423,6 @@ class Admin:
                 self.daemon.kept_quotas = kept
             raise
         self.daemon.kept_quotas = kept
-
-
-def _with(kept: Mapping[str, int], tenant: str, nbytes: int | None) -> dict[str, int]:
-    others = {name: each for name, each in kept.items() if name != tenant}
-    return others if nbytes is None else others | {tenant: nbytes}
-
-
-def _or_default(nbytes: int | None) -> str:
-    return "the default" if nbytes is None else format_size(nbytes)
 
 
 def _check_tenant(tenant: str) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import RequestError, SettingsError
@@ -50,8 +50,22 @@ STATUS: Final[Mapping[str, int]] = {
     "unauthorized": 401,
     "bad_host": 403,
     "bad_origin": 403,
+    "unknown_tenant": 404,
+    "unknown_prefetch": 404,
+    "unknown_request": 404,
+    "unknown_recording": 404,
+    "quota_too_large": 409,
+    "limit_below_quota": 409,
+    "too_many_tenants": 409,
+    "too_many_prefetches": 409,
+    "no_tiers": 409,
+    "recording": 409,
     "body_too_large": 413,
+    "not_saved": 500,
+    "internal_error": 500,
+    "loop_busy": 503,
     "too_many_requests": 503,
+    "outcome_unknown": 504,
 }
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _TOKEN_BYTES = 32
@@ -108,7 +122,7 @@ class Guard:
             )
             if refusal.code == "unauthorized":
                 self._on_bad_token()
-            await _refuse(refusal, send)
+            await answer_to(refusal)(scope, receive, send)
             return
         await self._pass_on(scope, _replay(body, receive), send)
 
@@ -274,23 +288,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def as_json(refusal: RequestError) -> bytes:
-    """The body of an answer that refuses."""
-    said = {
-        "error": refusal.code,
-        "message": refusal.message,
-        "field": refusal.field,
-        "hint": refusal.hint,
-    }
-    return json.dumps(said).encode()
-
-
-async def _refuse(refusal: RequestError, send: Send) -> None:
-    body = as_json(refusal)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *([(b"www-authenticate", b"Bearer")] if refusal.code == "unauthorized" else []),
-    ]
-    await send({"type": "http.response.start", "status": STATUS[refusal.code], "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def answer_to(error: RequestError, status: int | None = None) -> Response:
+    """The answer that tells of an error. The status follows from its code, unless it is given."""
+    said = {name: getattr(error, name) for name in ("message", "field", "hint")}
+    headers = {"www-authenticate": "Bearer"} if error.code == "unauthorized" else None
+    # It may quote the request, and JSON may bring half of a surrogate pair, which has no UTF-8.
+    return JSONResponse(
+        {
+            name: text.encode(errors="backslashreplace").decode()
+            for name, text in {"error": error.code, **said}.items()
+        },
+        status or STATUS.get(error.code, 422),
+        headers,
+    )

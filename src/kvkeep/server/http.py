@@ -19,7 +19,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from fastapi import Body, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -30,7 +29,7 @@ from kvkeep.server.admin import Admin, Drain, TenantList
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.dashboard import add_dashboard
 from kvkeep.server.explain import REQUESTS_KEPT, RequestShown
-from kvkeep.server.guard import Access, Guard
+from kvkeep.server.guard import Access, Guard, answer_to
 from kvkeep.server.log_limits import ProblemLog
 from kvkeep.server.lower_tier import TierShown
 from kvkeep.server.metrics import make_registry
@@ -45,21 +44,6 @@ STUCK_AFTER_S = 5.0
 TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
 REQUESTS_SHOWN: Final = 20
 CONFIRMATION: Final = "everything"
-_STATUS: Final = {
-    "unknown_tenant": 404,
-    "quota_too_large": 409,
-    "limit_below_quota": 409,
-    "too_many_tenants": 409,
-    "too_many_prefetches": 409,
-    "no_tiers": 409,
-    "unknown_prefetch": 404,
-    "unknown_request": 404,
-    "recording": 409,
-    "unknown_recording": 404,
-    "loop_busy": 503,
-    "outcome_unknown": 504,
-    "not_saved": 500,
-}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
 
 
@@ -420,25 +404,12 @@ def _as_text(value: str | bool | int | None) -> str:
 # -- errors
 
 
-def _problem(
-    status: int, error: str, message: str, field: str = "", hint: str = ""
-) -> JSONResponse:
-    said = {"error": error, "message": message, "field": field, "hint": hint}
-    # It may quote the request, and JSON may bring half of a surrogate pair, which has no UTF-8.
-    return JSONResponse(
-        {name: text.encode(errors="backslashreplace").decode() for name, text in said.items()},
-        status,
-    )
-
-
 def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        return _problem(
-            _STATUS.get(error.code, 422), error.code, error.message, error.field, error.hint
-        )
+        return answer_to(error)
     assert isinstance(error, KVKeepError)
     code = "bad_setting" if isinstance(error, SettingsError) else "internal_error"
-    return _problem(422 if code == "bad_setting" else 500, code, error.message, "", error.hint)
+    return answer_to(RequestError(code, error.message, hint=error.hint))
 
 
 def _invalid(request: Request, error: Exception) -> Response:
@@ -448,17 +419,17 @@ def _invalid(request: Request, error: Exception) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if first["loc"][0] == "body" and kind != "application/json":
         hint = "send it with content-type: application/json"
-        return _problem(422, "bad_request", "the content type is not JSON", hint=hint)
+        return answer_to(RequestError("bad_request", "the content type is not JSON", hint=hint))
     has_field = len(first["loc"]) > 1 and first["type"] != "json_invalid"
-    return _problem(422, "bad_request", first["msg"], str(first["loc"][1]) if has_field else "")
+    field = str(first["loc"][1]) if has_field else ""
+    return answer_to(RequestError("bad_request", first["msg"], field=field))
 
 
 def _http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _HTTP_CODES.get(error.status_code, "bad_request")
-    response = _problem(
-        error.status_code, code, str(error.detail), hint="/openapi.json lists what there is"
-    )
+    said = RequestError(code, str(error.detail), hint="/openapi.json lists what there is")
+    response = answer_to(said, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -467,5 +438,5 @@ async def _failed(problems: ProblemLog, request: Request, error: Exception) -> R
     """A coroutine, so that Starlette calls it in the thread that `problems` belongs to."""
     kind = f"internal_error by {type(error).__name__}"
     problems.note(kind, "an HTTP request failed inside the server", error)
-    said = "the server failed on this request"
-    return _problem(500, "internal_error", said, hint="see the server's log")
+    said, hint = "the server failed on this request", "see the server's log"
+    return answer_to(RequestError("internal_error", said, hint=hint))

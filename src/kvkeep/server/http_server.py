@@ -33,7 +33,7 @@ from kvkeep.errors import RequestError, SettingsError
 from kvkeep.server.admin import Admin
 from kvkeep.server.auth import Authority
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.guard import Access, as_json, make_token, token_reader
+from kvkeep.server.guard import Access, answer_to, make_token, token_reader
 from kvkeep.server.http import STUCK_AFTER_S, count_failure, make_app
 from kvkeep.server.listeners import IN_USE
 from kvkeep.server.log_limits import ProblemLog, StrangerLog
@@ -56,13 +56,13 @@ _QUEUED = 2048  # connections in the kernel that are not accepted yet
 _UNREAD_BYTES = 64 * MIB  # of all answers
 _KERNEL_BYTES = 64 * KIB  # of one answer, in the kernel; without a limit it takes up to 4 MiB
 _PIECE_BYTES = 64 * KIB
-_REFUSAL = as_json(
+_REFUSAL = answer_to(
     RequestError(
         "https_only",
         "this port speaks HTTPS, and the request came without TLS",
         hint="write https:// in front of the address, as in --http https://HOST:PORT",
     )
-)
+).body
 _IN_THE_CLEAR: Final = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)
