@@ -16,6 +16,7 @@ import pytest
 import typer
 from tests.server.test_movement import BLOCKS, World, blocks_of, children_of
 
+from kvkeep.cli import remote
 from kvkeep.cli import verify as verify_command
 from kvkeep.cli.remote import ask
 from kvkeep.cli.verify import facts
@@ -129,9 +130,8 @@ def test_ctrl_c_during_any_request_leaves_no_server_verifying(
     """Between a request and its reply the command cannot know what the server does."""
     (mover,) = children_of(world.server.pid)
     os.kill(mover, signal.SIGSTOP)
-    monkeypatch.setattr(
-        verify_command, "ask", begun_then(world, lambda: signal.raise_signal(signal.SIGINT))
-    )
+    press = begun_then(world, lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(remote, "ask", press)
     try:
         verify_command.verify(http=world.server.http, json=True)
     finally:
@@ -145,7 +145,7 @@ def begun_then(world: World, act: Callable[[], None]) -> Callable[..., Any]:
 
     def ask_and_act(_: str, *args: Any, **options: Any) -> Any:
         answer = ask(world.server.http, *args, **options)  # another port after a restart
-        if args[1:] == ("POST",):
+        if args[1] == "POST":
             act()
         return answer
 
@@ -201,9 +201,7 @@ def test_a_server_that_is_restarted_meanwhile_has_verified_nothing(
 ) -> None:
     (mover,) = children_of(world.server.pid)
     os.kill(mover, signal.SIGSTOP)
-    monkeypatch.setattr(
-        verify_command, "ask", begun_then(world, lambda: world.restart(signal.SIGKILL))
-    )
+    monkeypatch.setattr(remote, "ask", begun_then(world, lambda: world.restart(signal.SIGKILL)))
     with pytest.raises(TierError, match="was restarted"):
         verify_command.verify(http=world.server.http)
 

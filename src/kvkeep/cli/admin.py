@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.explain import missed
-from kvkeep.cli.output import APP, Json, counted, note, show_facts, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask, host_and_port
+from kvkeep.cli.output import APP, counted, note, show_facts, show_table
+from kvkeep.cli.remote import Server, asks_server, host_and_port
 from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells, tenant_rows
 from kvkeep.cli.tiers import tier_line
 from kvkeep.errors import RequestError, Unavailable
@@ -27,12 +27,14 @@ settings_app = typer.Typer(
 # -- kvkeep status
 
 
-def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False) -> None:
+@asks_server
+def status(server: Server) -> None:
     """Show the server: its pool, sessions, hits and largest tenants."""
-    said = ask(http, "/v1/status", token_file=token_file, needs_token=True)
-    if json:
-        show_json(said)
-        return
+    said = server.ask("/v1/status", needs_token=True)
+    server.show(said, lambda: _show(said))
+
+
+def _show(said: dict[str, Any]) -> None:
     show_facts(facts(said))
     if said["sessions"]:
         print()
@@ -208,20 +210,19 @@ def _warnings(said: dict[str, Any]) -> list[tuple[str, str]]:
 # -- kvkeep drain
 
 
+@asks_server
 def drain(
-    http: Http = DEFAULT_ADDRESS,
+    server: Server,
     wait_s: Annotated[
         float, typer.Option(help="Seconds to wait for the server's end.", min=0)
     ] = _WAIT_S,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Stop the server in order: admit nothing more, wait for leases and stores, exit. Its pool
     stays for the next server."""
     started = time.monotonic()
-    said = ask(http, "/v1/drain", "POST", token_file=token_file)
+    said = server.ask("/v1/drain", "POST")
     note(f"draining: {_in_use(said)} under way, at most {said['grace_s']:g} s")
-    left = _wait_for_the_end(http, started + wait_s, said, token_file)
+    left = _wait_for_the_end(server, started + wait_s, said)
     if left is not None:
         raise RequestError(
             "still_draining",
@@ -229,23 +230,21 @@ def drain(
             hint="it will end later; use a longer --wait-s",
         )
     seconds = time.monotonic() - started
-    if json:
-        kept = {"blocks": said["blocks"], "kept": said["keeps_pool"]}
-        show_json({"drained": True, "seconds": round(seconds, 3), **kept})
-        return
+    kept = {"blocks": said["blocks"], "kept": said["keeps_pool"]}
     outcome = "kept for the next one" if said["keeps_pool"] else "removed"
     blocks = counted(said["blocks"], "block")
-    print(f"the server has ended after {seconds:.1f} s, {blocks} {outcome}")
+    text = f"the server has ended after {seconds:.1f} s, {blocks} {outcome}"
+    server.show({"drained": True, "seconds": round(seconds, 3), **kept}, text)
 
 
-def _wait_for_the_end(http: str, until: float, said: Any, token_file: Any) -> Any:
+def _wait_for_the_end(server: Server, until: float, said: Any) -> Any:
     """None when the server has ended; else what was still under way."""
     while True:
         now = said
         try:
-            now = ask(http, "/v1/status", token_file=token_file)
+            now = server.ask("/v1/status")
         except Unavailable:
-            if not _listens(http):
+            if not _listens(server.http):
                 return None
         except RequestError as error:
             if error.code not in ("loop_busy", "outcome_unknown"):  # as may be while it ends
@@ -275,31 +274,23 @@ def _in_use(said: Any) -> str:
 
 
 @settings_app.command("list")
-def list_settings(
-    http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False
-) -> None:
+@asks_server
+def list_settings(server: Server) -> None:
     """Show every setting, where its value came from, and whether it is live."""
-    said = ask(http, "/v1/settings", token_file=token_file)
-    if json:
-        show_json(said)
-        return
+    said = server.ask("/v1/settings")
     rows = [(row["name"], row["value"], row["source"], "live" * row["live"]) for row in said]
-    show_table(("setting", "value", "source", ""), rows)
+    server.show(said, lambda: show_table(("setting", "value", "source", ""), rows))
 
 
 @settings_app.command("set")
+@asks_server
 def set_setting(
+    server: Server,
     name: Annotated[str, typer.Argument(help="A live setting, such as log_level.")],
     value: Annotated[str, typer.Argument(help="Its new value, written as in a flag.")],
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Change one live setting of a running server."""
     setting = name.replace("-", "_")
-    said = ask(http, "/v1/settings", "PATCH", {setting: value}, token_file=token_file)
+    said = server.ask("/v1/settings", "PATCH", {setting: value})
     row = next(row for row in said if row["name"] == setting)
-    if json:
-        show_json(row)
-    else:
-        print(f"{row['name']} = {row['value']}")
+    server.show(row, f"{row['name']} = {row['value']}")

@@ -8,38 +8,34 @@ from urllib.parse import quote
 
 import typer
 
-from kvkeep.cli.output import Json, show_facts, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.output import show_facts, show_table
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.errors import SettingsError
 from kvkeep.kv.outcomes import NO_MISS, NUMBERS, OUTCOMES
 
 _MEANING = dict(OUTCOMES)
 
 
+@asks_server
 def explain(
+    server: Server,
     request: Annotated[
         str | None, typer.Argument(help="The engine's name of a request, or how it begins.")
     ] = None,
     last: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Show this number of the newest requests.")
     ] = None,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Show what requests were served from, and why their other blocks missed."""
     if (request is None) == (last is None):
         raise SettingsError("expected either REQUEST or --last", "for example --last 20")
     path = f"/v1/explain?request={quote(request)}" if request else f"/v1/explain?last={last}"
-    said = ask(http, path, token_file=token_file, needs_token=True)
-    if json:
-        show_json(said)
-    elif request:
-        show_facts(facts(said[0]))
-    elif said:
-        show_table(*rows(said))
+    said = server.ask(path, needs_token=True)
+    if request:
+        server.show(said, lambda: show_facts(facts(said[0])))
     else:
-        print("no request has finished yet")
+        none = "no request has finished yet"
+        server.show(said, (lambda: show_table(*rows(said))) if said else none)
 
 
 def rows(requests: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:

@@ -57,6 +57,14 @@ def show_facts(facts: Iterable[tuple[str, str]]) -> None:
     _print(table)
 
 
+def show_each(several: Iterable[Iterable[tuple[str, str]]]) -> None:
+    """Facts of several things, with an empty line between them."""
+    for number, facts in enumerate(several):
+        if number:
+            print()
+        show_facts(facts)
+
+
 def counted(number: int, noun: str) -> str:
     """`1 block`, `2,000 blocks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvkeep.cli.interrupts import interrupts
-from kvkeep.cli.output import Json, byte_progress, counted, note, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.output import byte_progress, counted, note, show_table
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.cli.tenants import SaltStdin, Tenant, named
 from kvkeep.errors import SettingsError, TierError
 from kvkeep.units import format_size, parse_size
@@ -19,7 +18,9 @@ _LOOK_EVERY_S = 0.2
 _RUNS = ("looking", "running")
 
 
+@asks_server
 def prefetch(
+    server: Server,
     tenant: Tenant = None,
     salt_stdin: SaltStdin = False,
     most: Annotated[
@@ -33,15 +34,12 @@ def prefetch(
     cancel: Annotated[
         str | None, typer.Option(metavar="NUMBER|all", help="Cancel one prefetch, or all.")
     ] = None,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Bring the blocks that a tenant used last from disk to memory."""
     if show or cancel is not None:
         if tenant is not None or salt_stdin or (show and cancel is not None):
             raise SettingsError("expected only one of TENANT, --list and --cancel")
-        _list(http, token_file, json) if cancel is None else _cancel(cancel, http, token_file, json)
+        _list(server) if cancel is None else _cancel(server, cancel)
         return
     body: dict[str, Any] = {"tenant": named(tenant, salt_stdin)}
     if most is not None:
@@ -49,29 +47,26 @@ def prefetch(
             body["most_bytes"] = parse_size(most)
         except ValueError as error:
             raise SettingsError(f"--most: expected {error}") from None
-    said = (_run if wait else _begin)(body, http, token_file)
-    if json:
-        show_json(said)
-    else:
-        print(_line(said))
+    said = (_run if wait else _begin)(server, body)
+    server.show(said, _line(said))
     if said["state"] == "failed":
         raise TierError(f"the prefetch has stopped early: {said['problem']}")
 
 
-def _begin(body: dict[str, Any], http: str, token_file: Path | None) -> dict[str, Any]:
-    said: dict[str, Any] = ask(http, "/v1/prefetch", "POST", body, token_file=token_file)
+def _begin(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    said: dict[str, Any] = server.ask("/v1/prefetch", "POST", body)
     return said
 
 
-def _run(body: dict[str, Any], http: str, token_file: Path | None) -> dict[str, Any]:
+def _run(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     """Begins a prefetch and returns at its end; shows its progress if a person watches. Ctrl-C
     cancels it."""
     with interrupts() as is_interrupted:
-        said = _begin(body, http, token_file)
+        said = _begin(server, body)
         with byte_progress("prefetch") as progress:
             while said["state"] in _RUNS and not is_interrupted():
                 time.sleep(_LOOK_EVERY_S)
-                shown = ask(http, "/v1/prefetch", token_file=token_file)
+                shown = server.ask("/v1/prefetch")
                 same = [each for each in shown if each["number"] == said["number"]]
                 if not same:
                     raise TierError(
@@ -81,16 +76,13 @@ def _run(body: dict[str, Any], http: str, token_file: Path | None) -> dict[str, 
                 said = same[0]
                 progress(said["nbytes"], said["coming_bytes"])
         if said["state"] in _RUNS:
-            said = ask(http, f"/v1/prefetch/{said['number']}", "DELETE", token_file=token_file)
+            said = server.ask(f"/v1/prefetch/{said['number']}", "DELETE")
             note("cancelled")
     return said
 
 
-def _list(http: str, token_file: Path | None, json: bool) -> None:
-    said = ask(http, "/v1/prefetch", token_file=token_file)
-    if json:
-        show_json(said)
-        return
+def _list(server: Server) -> None:
+    said = server.ask("/v1/prefetch")
     rows = [
         (
             each["number"],
@@ -103,20 +95,18 @@ def _list(http: str, token_file: Path | None, json: bool) -> None:
         )
         for each in said
     ]
-    show_table(("number", "tenant", "state", "blocks", "in memory", "at most", "problem"), rows)
+    columns = ("number", "tenant", "state", "blocks", "in memory", "at most", "problem")
+    server.show(said, lambda: show_table(columns, rows))
 
 
-def _cancel(which: str, http: str, token_file: Path | None, json: bool) -> None:
+def _cancel(server: Server, which: str) -> None:
     if which != "all" and not which.isdecimal():
         raise SettingsError("--cancel: expected the number of a prefetch, or all")
     path = "/v1/prefetch" if which == "all" else f"/v1/prefetch/{which}"
-    said = ask(http, path, "DELETE", token_file=token_file)
-    if json:
-        show_json(said)
-    elif which == "all":
-        print(f"{said['prefetches']} running prefetches are cancelled")
-    else:
-        print(_line(said))
+    said = server.ask(path, "DELETE")
+    is_all = which == "all"
+    text = f"{said['prefetches']} running prefetches are cancelled" if is_all else _line(said)
+    server.show(said, text)
 
 
 def _line(said: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import typer
 from kvkeep.bench.recordings import Recording, Summary, replay, summarize
 from kvkeep.cli.interrupts import interrupts
 from kvkeep.cli.output import Json, counted, note, show_facts, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.server.recording import MOST_BYTES, MOST_SECONDS
 from kvkeep.units import KIB, MIB, format_duration, format_size, parse_size
@@ -23,21 +23,20 @@ _LOOK_EVERY_S = 0.25
 _MANY_BYTES = MIB  # more lines are waiting, most likely
 
 
+@asks_server
 def record(
+    server: Server,
     file: Annotated[Path, typer.Argument(help="A new file, which only this user can read.")],
     seconds: Annotated[
         float, typer.Option(help="For how long; Ctrl-C ends it sooner.", min=0.1, max=MOST_SECONDS)
     ] = 60.0,
     max_size: Annotated[str, typer.Option(help="Most bytes of the file.")] = "256MiB",
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Record a running server's requests, without what tells whose they are."""
     wanted = {"seconds": seconds, "most_bytes": _size(max_size)}
     with _new_file(file) as out, interrupts() as is_interrupted:
         try:
-            begun = ask(http, "/v1/recording", "POST", wanted, token_file=token_file)
+            begun = server.ask("/v1/recording", "POST", wanted)
         except BaseException:
             # guard: nothing is recorded, whatever the reason; no empty file stays
             file.unlink()
@@ -46,20 +45,20 @@ def record(
         try:
             ended = ""
             while not ended:
-                said = ask(http, f"{path}/lines", "POST", token_file=token_file)
+                said = server.ask(f"{path}/lines", "POST")
                 lines = "".join(f"{line}\n" for line in said["lines"]).encode()
                 _append(out, file, lines)
                 ended = said["ended"]
                 if is_interrupted() and not ended:
-                    ask(http, path, "DELETE", token_file=token_file)
+                    server.ask(path, "DELETE")
                 elif len(lines) < _MANY_BYTES:
                     time.sleep(0 if ended else _LOOK_EVERY_S)
         except KVKeepError:
             note(f"what was recorded until now is in {file}: {format_size(out.tell())}")
             with suppress(KVKeepError):
-                ask(http, path, "DELETE", token_file=token_file)
+                server.ask(path, "DELETE")
             raise
-    _show(summarize(Recording(str(file))), json)
+    _show(summarize(Recording(str(file))), server.as_json)
     note(f"the recording is in {file}: {format_size(file.stat().st_size)}")
 
 

@@ -15,12 +15,16 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
+from kvkeep.cli.output import Json, show_json
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import is_loopback, split_host
@@ -54,6 +58,66 @@ TokenFile = Annotated[
         help="File of the admin API's token; not needed for a server of this user on this host.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, by the options of a command, and how its answers are shown."""
+
+    http: str
+    token_file: Path | None
+    as_json: bool
+
+    def ask(
+        self,
+        path: str,
+        method: str = "GET",
+        body: Any = None,
+        timeout_s: float | None = None,
+        *,
+        needs_token: bool = False,
+    ) -> Any:
+        """As the function `ask`, with its address and token."""
+        token = self.token_file
+        return ask(self.http, path, method, body, timeout_s, token, needs_token=needs_token)
+
+    def show(self, said: Any, for_people: str | Callable[[], None]) -> None:
+        """Prints an answer: as JSON, or the text, or what the function prints."""
+        if self.as_json:
+            show_json(said)
+        elif isinstance(for_people, str):
+            print(for_people)
+        else:
+            for_people()
+
+
+def asks_server(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command --http, --token-file and --json, as a Server that is its first argument."""
+
+    @wraps(command)
+    def run(
+        *args: Any,
+        http: str = DEFAULT_ADDRESS,
+        token_file: Path | None = None,
+        json: bool = False,
+        **own: Any,
+    ) -> None:
+        command(Server(http, token_file, json), *args, **own)
+
+    options = (
+        ("http", Http, DEFAULT_ADDRESS),
+        ("token_file", TokenFile, None),
+        ("json", Json, False),
+    )
+    parameters = [*signature(command, eval_str=True).parameters.values()][1:]
+    for name, kind, default in options:
+        at_end = Parameter.KEYWORD_ONLY
+        parameters.append(Parameter(name, at_end, default=default, annotation=kind))
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
 TOKEN_NAME: Final = "admin-token"
 _HINT: Final = (
     "FILE, which is admin.token in its state directory or the file that its admin_token names"

@@ -7,14 +7,13 @@ import getpass
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from kvkeep.cli.output import APP, Json, counted, note, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
 from kvkeep.units import format_size, parse_size
@@ -42,19 +41,19 @@ Tenant = Annotated[
 
 
 @app.command("list")
+@asks_server
 def list_tenants(
+    server: Server,
     limit: Annotated[
         int, typer.Option(min=1, max=100_000, help="Show at most this number.")
     ] = 1000,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Show tenants with their usage, quota and limit, largest first."""
-    said = ask(http, f"/v1/tenants?limit={limit}", token_file=token_file)
-    if json:
-        show_json(said)
-        return
+    said = server.ask(f"/v1/tenants?limit={limit}")
+    server.show(said, lambda: _show(said))
+
+
+def _show(said: dict[str, Any]) -> None:
     show_table(*tenant_rows(said["tenants"]))
     if said["total"] > len(said["tenants"]):
         note(f"{said['total'] - len(said['tenants'])} more: use a larger --limit")
@@ -72,25 +71,19 @@ def _add_set_and_unset(what: str, set_help: str, size_help: str, zero: str) -> N
     means. Typer evaluates annotations, so this file must not import `annotations` from __future__:
     as text, `size_help` would not be known to it."""
 
+    @asks_server
     def set_size(
+        server: Server,
         tenant: Tenant = None,
         size: Annotated[str | None, typer.Argument(help=size_help, show_default=False)] = None,
         salt_stdin: SaltStdin = False,
-        http: Http = DEFAULT_ADDRESS,
-        token_file: TokenFile = None,
-        json: Json = False,
     ) -> None:
         name, nbytes = _tenant_and_size(tenant, size, salt_stdin, what, zero)
-        _change(name, what, nbytes, http, token_file, json)
+        _change(server, name, what, nbytes)
 
-    def unset_size(
-        tenant: Tenant = None,
-        salt_stdin: SaltStdin = False,
-        http: Http = DEFAULT_ADDRESS,
-        token_file: TokenFile = None,
-        json: Json = False,
-    ) -> None:
-        _change(named(tenant, salt_stdin), what, None, http, token_file, json)
+    @asks_server
+    def unset_size(server: Server, tenant: Tenant = None, salt_stdin: SaltStdin = False) -> None:
+        _change(server, named(tenant, salt_stdin), what, None)
 
     # Unknown options are passed on, or a size such as -1 would be one.
     context = {"ignore_unknown_options": True}
@@ -112,15 +105,13 @@ _add_set_and_unset(
 )
 
 
-def _change(
-    tenant: str, what: str, nbytes: int | None, http: str, token_file: Path | None, json: bool
-) -> None:
+def _change(server: Server, tenant: str, what: str, nbytes: int | None) -> None:
     """Sets a tenant's quota or limit, or with None the default again. A lower limit evicts."""
     body = {f"{what}_bytes": nbytes}
     within_s = _CLEAR_WITHIN_S if what == "limit" else None
-    ask(http, f"/v1/tenants/{tenant}/{what}", "PUT", body, within_s, token_file)
+    server.ask(f"/v1/tenants/{tenant}/{what}", "PUT", body, within_s)
     has = f"the default {what}" if nbytes is None else f"a {what} of {format_size(nbytes)}"
-    _say(json, {"tenant": tenant, **body}, f"{tenant} has {has}")
+    server.show({"tenant": tenant, **body}, f"{tenant} has {has}")
 
 
 def _tenant_and_size(
@@ -149,34 +140,26 @@ def _tenant_and_size(
 
 
 @app.command("clear")
-def clear(
-    tenant: Tenant = None,
-    salt_stdin: SaltStdin = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
-) -> None:
+@asks_server
+def clear(server: Server, tenant: Tenant = None, salt_stdin: SaltStdin = False) -> None:
     """Take all blocks of a tenant out of use."""
     name = named(tenant, salt_stdin)
-    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", None, _CLEAR_WITHIN_S, token_file)
-    _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
+    said = server.ask(f"/v1/tenants/{name}/blocks", "DELETE", None, _CLEAR_WITHIN_S)
+    server.show({"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
     _warn_of_unreached(said["unreached"])
 
 
 @app.command("clear-all")
+@asks_server
 def clear_all(
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
+    server: Server, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Take all blocks of all tenants out of use."""
     asks = sys.stdin.isatty() and not yes
     if not yes and not (asks and typer.confirm("Take every block out of use?", err=True)):
         raise SettingsError("nothing was cleared", "use --yes to clear every block of every tenant")
-    path = "/v1/blocks?confirm=everything"
-    said = ask(http, path, "DELETE", None, _CLEAR_WITHIN_S, token_file)
-    _say(json, said, _out_of_use(said["blocks"]))
+    said = server.ask("/v1/blocks?confirm=everything", "DELETE", None, _CLEAR_WITHIN_S)
+    server.show(said, _out_of_use(said["blocks"]))
     _warn_of_unreached(said["unreached"])
 
 
@@ -184,7 +167,10 @@ def clear_all(
 def show_id(json: Json = False) -> None:
     """Print the tenant id of a salt that is read from stdin (or typed without echo)."""
     tenant = tenant_of(read_salt())
-    _say(json, {"tenant": tenant}, tenant)
+    if json:
+        show_json({"tenant": tenant})
+    else:
+        print(tenant)
 
 
 def named(tenant: str | None, salt_stdin: bool) -> str:
@@ -271,10 +257,3 @@ def _warn_of_unreached(hosts: list[str]) -> None:
             "read the shared tier, and use nothing of it before",
             file=sys.stderr,
         )
-
-
-def _say(as_json: bool, data: dict[str, Any], text: str) -> None:
-    if as_json:
-        show_json(data)
-    else:
-        print(text)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkeep.cli.output import Json, counted, show_facts, show_json
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.output import counted, show_each
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.units import format_size
 
 
-def tiers(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False) -> None:
+@asks_server
+def tiers(server: Server) -> None:
     """Show the server's disks and its shared tier: state, capacity, latency, errors, wear."""
-    said = ask(http, "/v1/tiers", token_file=token_file)
-    if json:
-        show_json(said)
-        return
-    if not said:
-        print("no tiers: the server keeps blocks in memory only (`kvkeep serve --tier ...`)")
-    for number, tier in enumerate(said):
-        if number:
-            print()
-        show_facts(facts(tier))
+    said = server.ask("/v1/tiers")
+    none = "no tiers: the server keeps blocks in memory only (`kvkeep serve --tier ...`)"
+    server.show(said, (lambda: show_each(map(facts, said))) if said else none)
 
 
 def facts(tier: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from kvkeep.cli.admin import headline, time_since
 from kvkeep.cli.explain import missed
-from kvkeep.cli.output import Json, console, counted, show_json, table_of
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.output import console, counted, table_of
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.cli.tenants import FIGURE_COLUMNS, figure_cells
 from kvkeep.cli.tiers import tier_line
 from kvkeep.errors import RequestError, SettingsError, Unavailable
@@ -27,24 +27,23 @@ _COUNTED = ("lookups", "lookup_blocks", "hit_blocks", "stored_blocks", "stored_b
 _FIGURES = ("tokens_loaded", "tokens_computed", "saved_s")
 
 
+@asks_server
 def top(
-    http: Http = DEFAULT_ADDRESS,
+    server: Server,
     every: Annotated[
         float, typer.Option(help="Seconds between two looks.", min=0.1, max=3600)
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print, and end.")] = False,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Show a running server live: hits, misses, time saved, throughput, memory, tiers, sessions."""
-    if not (once or json or sys.stdout.isatty()):
+    if not (once or server.as_json or sys.stdout.isatty()):
         raise SettingsError("stdout is no terminal", "use --once, or --json")
-    before, at = _look(http, token_file)
-    if once or json:
+    before, at = _look(server)
+    if once or server.as_json:
         time.sleep(every)
-        now, later = _look(http, token_file)
+        now, later = _look(server)
         said = view(before, now, later - at)
-        show_json(said) if json else console().print(screen(said))
+        server.show(said, lambda: console().print(screen(said)))
         return
     try:
         with Live(console=console(), screen=True, auto_refresh=False) as live:
@@ -52,7 +51,7 @@ def top(
             while True:
                 time.sleep(every)
                 try:
-                    now, later = _look(http, token_file)
+                    now, later = _look(server)
                 except (Unavailable, RequestError) as error:  # it may be restarting
                     live.update(Text(f"{error.message}\n\nasking again; Ctrl-C ends"), refresh=True)
                     continue
@@ -62,8 +61,8 @@ def top(
         pass
 
 
-def _look(http: str, token_file: Any) -> tuple[dict[str, Any], float]:
-    said: dict[str, Any] = ask(http, "/v1/status", token_file=token_file, needs_token=True)
+def _look(server: Server) -> tuple[dict[str, Any], float]:
+    said: dict[str, Any] = server.ask("/v1/status", needs_token=True)
     return said, time.monotonic()
 
 
@@ -115,26 +114,8 @@ def screen(said: dict[str, Any]) -> Group:
         *(f"tier    {tier_line(tier)}" for tier in said["tiers"]),
     ]
     tables = [
-        _table(
-            ("tenant", "memory", "blocks", *FIGURE_COLUMNS),
-            [
-                (
-                    *(each["tenant"], format_size(each["usage_bytes"]), each["blocks"]),
-                    *figure_cells(each["figures"]),
-                )
-                for each in said["tenants"]
-            ],
-        ),
-        _table(
-            ("model", "memory", "blocks", *FIGURE_COLUMNS),
-            [
-                (
-                    *(each["model"], format_size(each["usage_bytes"]), each["blocks"]),
-                    *figure_cells(each["figures"]),
-                )
-                for each in said["models"]
-            ],
-        ),
+        _memory_table("tenant", said["tenants"]),
+        _memory_table("model", said["models"]),
         _table(
             ("session", "engine", "model", "role", "leases", *FIGURE_COLUMNS),
             [
@@ -151,6 +132,17 @@ def screen(said: dict[str, Any]) -> Group:
         if table is not None:
             parts += [Text(""), table]
     return Group(*parts)
+
+
+def _memory_table(what: str, owners: list[dict[str, Any]]) -> Table | None:
+    rows = [
+        (
+            *(each[what], format_size(each["usage_bytes"]), each["blocks"]),
+            *figure_cells(each["figures"]),
+        )
+        for each in owners
+    ]
+    return _table((what, "memory", "blocks", *FIGURE_COLUMNS), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table | None:

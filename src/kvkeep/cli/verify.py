@@ -16,8 +16,8 @@ import numpy as np
 import typer
 
 from kvkeep.cli.interrupts import interrupts
-from kvkeep.cli.output import Json, byte_progress, counted, note, show_facts, show_json
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.output import byte_progress, counted, note, show_each
+from kvkeep.cli.remote import Server, asks_server
 from kvkeep.errors import SettingsError, TierError
 from kvkeep.tiers.disk_check import DiskCheck
 from kvkeep.tiers.disk_files import DiskFiles
@@ -33,7 +33,9 @@ _BLOCKS_A_JOB = 128
 _CANCELLED = "cancelled: what was found so far"
 
 
+@asks_server
 def verify(
+    server: Server,
     tier: Annotated[
         str | None,
         typer.Argument(
@@ -42,21 +44,13 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    http: Http = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    json: Json = False,
 ) -> None:
     """Compare every block on disk with its checksum, and drop bad ones."""
     if tier is None:
-        said = _verify_running(http, token_file)
+        said = _verify_running(server)
     else:
         said = [_verify_directory(_directory_of(tier))]
-    if json:
-        show_json(said)
-    for number, each in enumerate([] if json else said):
-        if number:
-            print()
-        show_facts(facts(each))
+    server.show(said, lambda: show_each(map(facts, said)))
     if any(each["bad_blocks"] or each["unreadable_blocks"] for each in said):
         raise typer.Exit(EXIT_BAD_BLOCKS)
     if failed := [each for each in said if each["state"] == "failed"]:
@@ -81,21 +75,21 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
 # -- of a running server ---------------------------------------------------------------------------
 
 
-def _verify_running(http: str, token_file: Path | None) -> list[dict[str, Any]]:
+def _verify_running(server: Server) -> list[dict[str, Any]]:
     with interrupts() as is_interrupted:
-        said: list[dict[str, Any]] = ask(http, "/v1/verify", "POST", token_file=token_file)
+        said: list[dict[str, Any]] = server.ask("/v1/verify", "POST")
         tiers = [each["tier"] for each in said]
         with _bar(said) as report:
             while _is_running(said) and not is_interrupted():
                 time.sleep(_LOOK_EVERY_S)
-                said = ask(http, "/v1/verify", token_file=token_file)
+                said = server.ask("/v1/verify")
                 if [each["tier"] for each in said] != tiers:
                     raise TierError(
                         "the server was restarted while it verified its disks", "verify them again"
                     )
                 report(said)
         if _is_running(said):
-            said = ask(http, "/v1/verify", "DELETE", token_file=token_file)
+            said = server.ask("/v1/verify", "DELETE")
             note(_CANCELLED)
     return said
 
