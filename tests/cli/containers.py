@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import caches
 import numpy as np
 import pytest
 
 import kvkeep
 from kvkeep.cli.remote import ask
-from kvkeep.client.options import ClientOptions
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.free_memory import Mount, read_mounts
@@ -177,18 +177,7 @@ class LimitedServer(ServerProcess):
 
 
 def connect(server: ServerProcess) -> kvkeep.Cache:
-    return kvkeep.connect(
-        server.address,
-        model="m",
-        revision="1",
-        block_tokens=BLOCK_TOKENS,
-        block_shape=(BLOCK_BYTES,),
-        dtype="uint8",
-        required=True,
-        wait_ms=10_000,
-        # What is found is asserted, not how soon on a busy machine.
-        options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
-    )
+    return caches.connect(server, BLOCK_TOKENS, (BLOCK_BYTES,), "uint8")
 
 
 def prompt(number: int) -> tuple[list[int], Any]:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from caches import connect
 
-import kvkeep as package
 from kvkeep.cli.admin import facts, time_since
 from kvkeep.cli.keygen import make as make_keys
-from kvkeep.client.cache import Cache
-from kvkeep.client.options import ClientOptions
 from kvkeep.server.figures import FiguresShown
 from kvkeep.server.status import RestartShown
 from kvkeep.testing.process import ServerProcess
@@ -45,18 +43,9 @@ def test_a_server_with_certificates_says_so_and_how_it_started(kvkeep: Run, tmp_
         for word in ("--" + name.replace("_", "-"), value)
     ]
     (client,) = keys["clients"]
-    options = ClientOptions(**{name: client[name] for name in ("tls_cert", "tls_key", "tls_ca")})
-    block = {
-        "block_tokens": 1,
-        "block_shape": (512,),
-        "dtype": "uint64",
-        "required": True,
-        "wait_ms": 10_000,
-    }
+    tls = {name: client[name] for name in ("tls_cert", "tls_key", "tls_ca")}
     with ServerProcess("--pool-size", "1MiB", *flags) as server:
-        with package.connect(
-            server.address, model="m", revision="1", options=options, **block
-        ) as cache:
+        with connect(server, **tls) as cache:
             assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
         server.stop(signal.SIGKILL)
         server.start()
@@ -191,26 +180,13 @@ def test_how_long_it_is_up() -> None:
     assert {seconds: time_since(seconds) for seconds in times} == times
 
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 POOL = ("--pool-size", "4MiB")
-
-
-def connect(server: ServerProcess) -> Cache:
-    return package.connect(
-        model="m",
-        revision="1",
-        block_tokens=4,
-        block_shape=(4096,),
-        dtype="uint8",
-        required=True,
-        wait_ms=10_000,
-        options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
-    )
+SHAPE = (4, (4096,), "uint8")
 
 
 def test_drain_ends_the_server_and_keeps_its_blocks(kvkeep: Run) -> None:
     with ServerProcess(*POOL) as server:
-        with connect(server) as cache:
+        with connect(server, *SHAPE) as cache:
             cache.put(range(8), [[7] * 4096] * 2)  # type: ignore[arg-type]
         said = kvkeep("drain", "--http", server.http, "--json")
         assert said.returncode == 0
@@ -220,14 +196,14 @@ def test_drain_ends_the_server_and_keeps_its_blocks(kvkeep: Run) -> None:
         assert server.process is not None and server.process.wait(60) == 0
         assert "an operator asked for it" in server.stop()
         server.start()
-        with connect(server) as cache:
+        with connect(server, *SHAPE) as cache:
             assert cache.contains(range(8)) == 2  # type: ignore[arg-type]
         text = kvkeep("drain", "--http", server.http).stdout
         assert "the server has ended after" in text and "2 blocks kept for the next one" in text
 
 
 def test_drain_lets_a_store_end_and_admits_nothing_more(kvkeep: Run) -> None:
-    with ServerProcess(*POOL, "--shutdown-grace", "1h") as server, connect(server) as cache:
+    with ServerProcess(*POOL, "--shutdown-grace", "1h") as server, connect(server, *SHAPE) as cache:
         connection = cache.connection
         assert connection.layout is not None
         cache.put(range(4), [[7] * 4096])  # type: ignore[arg-type]

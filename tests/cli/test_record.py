@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import connect
 
-import kvkeep as package
 from kvkeep.client.cache import Cache
-from kvkeep.client.options import ClientOptions
 from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
@@ -24,20 +23,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 SALT = "salt-of-a-lighthouse"
 
 
-@contextmanager
-def client(server: ServerProcess) -> Iterator[Cache]:
-    with package.connect(
-        server.address,
-        model="lighthouse",
-        revision="1",
-        block_tokens=1,
-        block_shape=(512,),
-        dtype="uint64",
-        required=True,
-        wait_ms=10_000,
-        options=ClientOptions(lookup_deadline_ms=10_000, client="lighthouse"),
-    ) as cache:
-        yield cache
+def client(server: ServerProcess) -> Cache:
+    return connect(server, model="lighthouse", client="lighthouse")
 
 
 def use(cache: Cache) -> None:

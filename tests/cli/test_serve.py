@@ -19,12 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from caches import connect
 
-import kvkeep as package
 from kvkeep.cli import serve as module
 from kvkeep.cli.keygen import make
 from kvkeep.cli.serve import JsonLines, PlainLines
-from kvkeep.client.options import ClientOptions
 from kvkeep.server.settings import TABLE
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import GIB
@@ -91,17 +90,7 @@ def test_a_signal_ends_it_in_order_and_removes_the_pool(
 
 def test_a_second_signal_does_not_wait_for_sessions() -> None:
     with ServerProcess("--pool-size", "32MiB", "--shutdown-grace", "1h") as server:
-        cache = package.connect(
-            server.address,
-            model="m",
-            revision="1",
-            block_tokens=4,
-            block_shape=(8,),
-            dtype="uint8",
-            required=True,
-            wait_ms=10_000,
-            options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
-        )
+        cache = connect(server)
         # A store that is never completed keeps the server waiting for its end.
         connection = cache.connection
         assert connection.layout is not None

@@ -12,14 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kvkeep.cli.remote import ask
-from kvkeep.errors import Unavailable
-from kvkeep.units import MIB
-
-sys.path.insert(0, str(Path(__file__).parent))
 import containers
+import pytest
 from containers import (
     PROMPT_BLOCKS,
     LimitedServer,
@@ -30,6 +24,10 @@ from containers import (
     memory_group,
     needs_mounts,
 )
+
+from kvkeep.cli.remote import ask
+from kvkeep.errors import Unavailable
+from kvkeep.units import MIB
 
 LIMIT = 300 * MIB
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import connect
 
-import kvkeep as package
-from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import MIB
@@ -23,21 +22,11 @@ TENANT = "t-" + "b" * 32
 SALT = "a-salt-that-nobody-sees"
 
 
-def connect(server: ServerProcess) -> package.Cache:
-    return package.connect(
-        model="m",
-        revision="1",
-        block_tokens=4,
-        block_shape=(1024,),
-        dtype="uint8",
-        required=True,
-        wait_ms=10_000,
-        options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
-    )
+SHAPE = (4, (1024,), "uint8")
 
 
 def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
-    with connect(server) as cache:
+    with connect(server, *SHAPE) as cache:
         return int(cache.put(list(range(4 * blocks)), np.ones((blocks, 1024), "uint8"), salt=salt))
 
 
@@ -135,7 +124,7 @@ def test_hits_misses_and_tokens_loaded_are_shown_for_each_tenant(
 ) -> None:
     salt = "a tenant that loads"
     assert put_blocks(server, salt) == 4
-    with connect(server) as cache:
+    with connect(server, *SHAPE) as cache:
         assert len(cache.get(list(range(24)), salt=salt)) == 4
         assert cache.contains(list(range(16)), salt=salt) == 4
     row = usage(kvkeep, server)[tenant_of(salt)]

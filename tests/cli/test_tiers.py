@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caches import connect
 
-import kvkeep as package
 from kvkeep.cli.tiers import facts, tier_line
 from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
@@ -90,16 +90,7 @@ def with_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProces
 
 
 def test_tiers_of_a_server(kvkeep: Run, with_disk: ServerProcess) -> None:
-    with package.connect(
-        with_disk.address,
-        model="m",
-        revision="1",
-        block_tokens=1,
-        block_shape=(512,),
-        dtype="uint64",
-        required=True,
-        wait_ms=20_000,
-    ) as cache:
+    with connect(with_disk) as cache:
         assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
 
     def shown() -> dict[str, Any]:

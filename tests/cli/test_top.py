@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caches import connect
 from rich.console import Console
 
-import kvkeep as package
 from kvkeep.cli.top import bar, screen, view
-from kvkeep.client.options import ClientOptions
 from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
@@ -33,17 +32,7 @@ def drawn(said: dict[str, Any], width: int = 80) -> str:
 
 
 def test_once_and_for_programs(kvkeep: Run, server: ServerProcess) -> None:
-    with package.connect(
-        server.address,
-        model="m",
-        revision="1",
-        block_tokens=1,
-        block_shape=(512,),
-        dtype="uint64",
-        required=True,
-        wait_ms=10_000,
-        options=ClientOptions(lookup_deadline_ms=10_000),
-    ) as cache:
+    with connect(server) as cache:
         assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
         assert len(cache.get([1, 2, 3])) == 3
         words = ("top", "--http", server.http, "--every", "0.1")

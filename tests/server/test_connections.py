@@ -40,6 +40,9 @@ MOST_BYTES = 2 * FRAME_BYTES + MIB
 PATIENCE_S = 60  # ends a test that has failed; nothing is measured by it
 KINDS = ["unix", "tcp", "tls"]
 
+OpenDoor = Callable[..., "Door"]
+Knock = Callable[[], Stream]
+
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -172,6 +175,11 @@ class Door:
         self.until(take)
         return came
 
+    def serves(self, stream: Stream, sent: list[bytes] | None = None) -> bool:
+        """Sends one message, and waits for its answer."""
+        stream.send(sent or message())
+        return len(self.answers(stream, 1)) == 1
+
     def ends(self, stream: Stream) -> bool:
         """Waits until the connection has ended without an answer."""
         return self.answers(stream, 1) == [] and stream.is_over
@@ -184,7 +192,7 @@ class Door:
 
 
 @pytest.fixture
-def open_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
+def open_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenDoor]:
     monkeypatch.setattr(
         streams, "_BUFFER_BYTES", 64 * KIB
     )  # or on some hosts all that is sent here goes into it
@@ -199,18 +207,18 @@ def open_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door]) -> Door:
+def door(open_door: OpenDoor) -> Door:
     return open_door()
 
 
 @pytest.fixture
-def secure(open_door: Callable[..., Door], keys: Path) -> Door:
+def secure(open_door: OpenDoor, keys: Path) -> Door:
     """One that asks for a certificate, except on its Unix socket."""
     return open_door(authority=Authority(files_of(keys, "server"), keys / "authorized"))
 
 
 @pytest.fixture
-def knock(request: pytest.FixtureRequest, kind: str, keys: Path) -> Callable[[], Stream]:
+def knock(request: pytest.FixtureRequest, kind: str, keys: Path) -> Knock:
     """Makes connections of that kind to `own_door`."""
     own: Door = request.getfixturevalue("own_door")
     return lambda: own.knock(kind, files_of(keys, "engine"))
@@ -248,9 +256,7 @@ def is_closed(connected: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_is_answered_on_its_own_connection(
-    own_door: Door, knock: Callable[[], Stream]
-) -> None:
+def test_each_is_answered_on_its_own_connection(own_door: Door, knock: Knock) -> None:
     one, two = knock(), knock()
     first, second = message(1), message(2, nbytes=1_000_000)
     one.send(first)
@@ -260,7 +266,7 @@ def test_each_is_answered_on_its_own_connection(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_go_both_ways_up_to_the_limit(own_door: Door, knock: Callable[[], Stream]) -> None:
+def test_blocks_go_both_ways_up_to_the_limit(own_door: Door, knock: Knock) -> None:
     one, block = knock(), os.urandom(FRAME_BYTES // 4)
     sent = seal(Header(7, 1), bytes(FRAME_BYTES), [block] * 4)
     one.send(sent)
@@ -273,8 +279,7 @@ def test_no_answer_is_silence(door: Door) -> None:
     one.send(message())
     door.serve()
     door.reply = lambda frames: frames
-    one.send(message(number=2))
-    assert len(door.answers(one, 1)) == 1 and len(door.asked) == 2
+    assert door.serves(one, message(number=2)) and len(door.asked) == 2
 
 
 def test_a_goodbye_is_heard_of_one_who_does_not_wait_for_the_answer(door: Door) -> None:
@@ -286,13 +291,12 @@ def test_a_goodbye_is_heard_of_one_who_does_not_wait_for_the_answer(door: Door) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_may_come_byte_by_byte(own_door: Door, knock: Callable[[], Stream]) -> None:
+def test_a_message_may_come_byte_by_byte(own_door: Door, knock: Knock) -> None:
     slow, other, sent = knock(), knock(), message()
     for byte in b"".join(sent)[:-1]:
         slow.socket.send(bytes([byte]))
         own_door.turn()
-    other.send(message(8))
-    assert len(own_door.answers(other, 1)) == 1 and len(own_door.asked) == 1, (
+    assert own_door.serves(other, message(8)) and len(own_door.asked) == 1, (
         "others do not wait for it"
     )
     slow.socket.send(b"".join(sent)[-1:])
@@ -325,8 +329,7 @@ def test_who_begins_with_other_bytes_is_closed_at_once_and_named_once(
         stranger = door.knock(kind)
         stranger.socket.send(STRANGERS[what])
         assert door.ends(stranger)
-    other.send(message())
-    assert len(door.answers(other, 1)) == 1 and len(door.asked) == 1 and len(door.connections) == 1
+    assert door.serves(other) and len(door.asked) == 1 and len(door.connections) == 1
     [line] = [record.getMessage() for record in caplog.records]
     assert f"seems to be {what}: " in line
 
@@ -352,13 +355,12 @@ def test_the_first_byte_that_is_not_ours_is_enough(door: Door, first: bytes) -> 
     ],
 )
 def test_a_header_that_says_too_much_ends_the_connection_before_anything_is_held(
-    own_door: Door, knock: Callable[[], Stream], first: bytes
+    own_door: Door, knock: Knock, first: bytes
 ) -> None:
     other, greedy = knock(), knock()
     greedy.socket.send(first)
     assert own_door.ends(greedy) and own_door.held_bytes() == 0 and len(own_door.connections) == 1
-    other.send(message())
-    assert len(own_door.answers(other, 1)) == 1
+    assert own_door.serves(other)
 
 
 def test_a_second_message_that_is_none_ends_the_connection_after_the_first_was_answered(
@@ -374,7 +376,7 @@ def test_a_second_message_that_is_none_ends_the_connection_after_the_first_was_a
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_one_that_does_not_read_its_replies_nothing_more_is_read(
-    own_door: Door, knock: Callable[[], Stream]
+    own_door: Door, knock: Knock
 ) -> None:
     """It costs the server one reply at most. Others are served, and when it reads, it has them
     all."""
@@ -389,14 +391,13 @@ def test_of_one_that_does_not_read_its_replies_nothing_more_is_read(
         deaf.flush()
     assert len(own_door.asked) < 10 and unsent > 5 * MIB, "it has to wait"
     assert own_door.held_bytes() < 3 * MIB
-    other.send(message())
-    assert len(own_door.answers(other, 1)) == 1
+    assert own_door.serves(other)
     assert own_door.answers(deaf, 20) == sent
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_requests_with_large_replies_are_answered_one_at_a_time(
-    own_door: Door, knock: Callable[[], Stream]
+    own_door: Door, knock: Knock
 ) -> None:
     """All of them have come with one read. Each is answered when the reply before it has left."""
     deaf = knock()
@@ -433,7 +434,7 @@ def test_half_messages_of_all_take_no_more_than_so_much_memory(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replies_that_nobody_takes_count_as_well(
-    own_door: Door, knock: Callable[[], Stream], monkeypatch: pytest.MonkeyPatch
+    own_door: Door, knock: Knock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_BYTES_HELD", 12 * MIB)
     own_door.reply = lambda frames: [frames[0], bytes(10 * MIB)]
@@ -451,7 +452,7 @@ def test_replies_that_nobody_takes_count_as_well(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_half_senders_and_one_who_is_served(
-    open_door: Callable[..., Door], keys: Path, kind: str
+    open_door: OpenDoor, keys: Path, kind: str
 ) -> None:
     authority = Authority(files_of(keys, "server"), keys / "authorized") if kind == "tls" else None
     door = open_door(300, authority)
@@ -460,8 +461,7 @@ def test_a_hundred_half_senders_and_one_who_is_served(
         stream.socket.send((head(FRAME_BYTES) + bytes(1000))[: 1 + number * 9])
     one = door.knock(kind, files_of(keys, "engine"))
     for number in range(5):
-        one.send(message(number=number))
-        assert len(door.answers(one, 1)) == 1
+        assert door.serves(one, message(number=number))
     assert len(door.connections) == 101 and door.held_bytes() < MIB
 
 
@@ -480,9 +480,7 @@ def test_many_small_messages_of_one_do_not_keep_the_others(door: Door) -> None:
     assert len(door.answers(busy, 500)) == 500 and len(door.asked) == 501
 
 
-def test_a_turn_ends_and_who_had_none_comes_first(
-    door: Door,
-) -> None:
+def test_a_turn_ends_and_who_had_none_comes_first(door: Door) -> None:
     """However many wait, and however much each of them has sent."""
     knocks = [door.knock("unix") for _ in range(8)]
     for number, stream in enumerate(knocks):
@@ -520,7 +518,7 @@ def test_one_that_makes_the_server_stumble_is_closed_and_no_other(
 # -- how many
 
 
-def test_there_are_no_more_than_so_many(open_door: Callable[..., Door]) -> None:
+def test_there_are_no_more_than_so_many(open_door: OpenDoor) -> None:
     door = open_door(4)
     knocks = [door.knock("unix") for _ in range(4)]
     with door.connect("unix") as late:
@@ -529,8 +527,7 @@ def test_there_are_no_more_than_so_many(open_door: Callable[..., Door]) -> None:
     knocks[0].close()
     door.until(lambda: len(door.connections) == 3)
     again = door.knock("unix")
-    again.send(message())
-    assert len(door.answers(again, 1)) == 1
+    assert door.serves(again)
 
 
 @contextlib.contextmanager
@@ -564,8 +561,7 @@ def test_without_descriptors_it_serves_those_it_has_and_the_others_later(
         for _ in range(3):
             door.turn()
         assert door.is_idle and len(door.connections) == 1
-        known.send(message(1))
-        assert len(door.answers(known, 1)) == 1
+        assert door.serves(known, message(1))
         door.connections.tend(lambda token, name: True)
         door.turn()
         assert door.is_idle and len(door.connections) == 1
@@ -582,16 +578,13 @@ def test_who_cannot_be_watched_is_turned_away(door: Door) -> None:
         door.epoll.is_full = False
         assert is_closed(one) and len(door.connections) == 0
     again = door.knock("tcp")
-    again.send(message())
-    assert len(door.answers(again, 1)) == 1
+    assert door.serves(again)
 
 
 # -- those who say nothing
 
 
-def test_those_who_say_nothing_and_those_whose_session_is_over_go(
-    door: Door,
-) -> None:
+def test_those_who_say_nothing_and_those_whose_session_is_over_go(door: Door) -> None:
     silent, half, known, over = (door.knock("unix") for _ in range(4))
     half.socket.send(b"".join(message(3))[:20])
     known.send(message(session=1))
@@ -607,13 +600,10 @@ def test_those_who_say_nothing_and_those_whose_session_is_over_go(
         assert len(door.connections) == left
     door.clock = time.monotonic
     assert all(door.ends(stream) for stream in (silent, half, over))
-    known.send(message(session=1))
-    assert len(door.answers(known, 1)) == 1 and len(door.connections) == 1
+    assert door.serves(known, message(session=1)) and len(door.connections) == 1
 
 
-def test_who_does_not_finish_the_handshake_in_time_goes(
-    secure: Door,
-) -> None:
+def test_who_does_not_finish_the_handshake_in_time_goes(secure: Door) -> None:
     with secure.connect("tcp") as silent, secure.connect("tcp") as half:
         half.send(b"\x16\x03\x01\x02\x00\x01\x00")
         secure.until(lambda: len(secure.connections) == 2)
@@ -658,13 +648,12 @@ def test_another_user_is_closed_before_anything_is_read(
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("uid", [4711, 0])
 def test_a_user_that_was_named_and_root_are_let_in(
-    open_door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch, kind: str, uid: int
+    open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch, kind: str, uid: int
 ) -> None:
     as_user(monkeypatch, uid)
     door = open_door(trusted_users=(4711,))
     one = door.knock(kind)
-    one.send(message())
-    assert len(door.answers(one, 1)) == 1 and door.callers == [ANYONE]
+    assert door.serves(one) and door.callers == [ANYONE]
 
 
 # -- which certificates
@@ -675,11 +664,9 @@ def test_a_certificate_says_who_asks_and_the_unix_socket_needs_none(
 ) -> None:
     for name in ("engine", "other"):
         one = secure.knock("tls", files_of(keys, name))
-        one.send(message())
-        assert len(secure.answers(one, 1)) == 1
+        assert secure.serves(one)
     near = secure.knock("unix")
-    near.send(message())
-    assert len(secure.answers(near, 1)) == 1
+    assert secure.serves(near)
     assert [caller.key for caller in secure.callers] == ["engine", "other", ""]
 
 
@@ -704,7 +691,7 @@ def listed(keys: Path, tmp_path: Path) -> Path:
 
 
 def test_who_is_not_in_the_list_gets_no_answer(
-    open_door: Callable[..., Door], keys: Path, listed: Path, caplog: pytest.LogCaptureFixture
+    open_door: OpenDoor, keys: Path, listed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     listed.write_text("other\n")
     door = open_door(authority=Authority(files_of(keys, "server"), listed))
@@ -722,7 +709,7 @@ MOST_UNPROVED = 64
 
 
 def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(
-    open_door: Callable[..., Door], keys: Path, listed: Path
+    open_door: OpenDoor, keys: Path, listed: Path
 ) -> None:
     door = open_door(2 * MOST_UNPROVED, Authority(files_of(keys, "server"), listed))
     known = door.knock("tls", files_of(keys, "engine"))
@@ -733,16 +720,13 @@ def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(
         assert len(door.connections) <= MOST_UNPROVED + 1
     another = door.knock("tls", files_of(keys, "other"))
     for stream in (known, another):
-        stream.send(message())
-        assert len(door.answers(stream, 1)) == 1, (
-            "who has proved it stays, and who can prove it comes in"
-        )
+        assert door.serves(stream), "who has proved it stays, and who can prove it comes in"
     for each in crowd:
         each.close()
 
 
 def test_where_all_places_are_taken_the_unproved_make_way(
-    open_door: Callable[..., Door], keys: Path, listed: Path
+    open_door: OpenDoor, keys: Path, listed: Path
 ) -> None:
     door = open_door(3, Authority(files_of(keys, "server"), listed))
     with door.connect("tcp") as first, door.connect("tcp") as second:
@@ -758,7 +742,7 @@ def test_where_all_places_are_taken_the_unproved_make_way(
 
 
 def test_a_revoked_client_gets_nothing_more_and_the_others_lose_nothing(
-    open_door: Callable[..., Door], keys: Path, listed: Path
+    open_door: OpenDoor, keys: Path, listed: Path
 ) -> None:
     authority = Authority(files_of(keys, "server"), listed)
     door = open_door(authority=authority)
@@ -766,8 +750,7 @@ def test_a_revoked_client_gets_nothing_more_and_the_others_lose_nothing(
         ("tls", files_of(keys, "engine")), ("tls", files_of(keys, "other")), ("unix",)
     ))  # fmt: skip
     for stream in (bad, good, near):
-        stream.send(message())
-        assert len(door.answers(stream, 1)) == 1
+        assert door.serves(stream)
     listed.write_text("other\n# without the one that was first\n")
     assert authority.reload()
     door.connections.check_certificates()
@@ -784,7 +767,7 @@ def test_a_revoked_client_gets_nothing_more_and_the_others_lose_nothing(
 
 
 def test_where_a_ca_was_removed_all_certificates_are_verified_again(
-    open_door: Callable[..., Door], keys: Path, listed: Path, tmp_path: Path
+    open_door: OpenDoor, keys: Path, listed: Path, tmp_path: Path
 ) -> None:
     """Those of the CA that stays, too: nobody can tell which one a connection was verified by."""
     foreign = tmp_path / "foreign"
@@ -808,18 +791,16 @@ def test_where_a_ca_was_removed_all_certificates_are_verified_again(
         door.connections.check_certificates()
         assert door.ends(bad) and door.ends(good)
         assert is_closed(in_the_middle), "its handshake would end with what was trusted before"
-    near.send(message())
-    assert len(door.answers(near, 1)) == 1 and len(door.connections) == 1
+    assert door.serves(near) and len(door.connections) == 1
     stranger = door.knock("tls", of_foreign)
     stranger.send(message())
     assert door.ends(stranger)
     again = door.knock("tls", files_of(keys, "other"))
-    again.send(message())
-    assert len(door.answers(again, 1)) == 1
+    assert door.serves(again)
 
 
 def test_a_connection_ends_when_its_certificate_expires(
-    open_door: Callable[..., Door], tmp_path: Path
+    open_door: OpenDoor, tmp_path: Path
 ) -> None:
     keys, day_s = tmp_path / "keys", 86_400
     make(keys, ["engine"], days=1)
@@ -835,8 +816,7 @@ def test_a_connection_ends_when_its_certificate_expires(
         assert len(door.connections) == left
     assert door.ends(short)
     for stream in (long, near):
-        stream.send(message())
-        assert len(door.answers(stream, 1)) == 1
+        assert door.serves(stream)
 
 
 def test_header_bytes_are_what_this_file_takes_them_for() -> None:

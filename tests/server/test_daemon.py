@@ -45,6 +45,11 @@ SLACK_BYTES = MIB
 BLOCKS = [bytes([at + 1]) * 512 for at in range(4)]
 PATIENCE_MS = 30_000  # ends a test that has failed; nothing is measured by it
 
+Make = Callable[..., Daemon]
+Run = Callable[..., "Running"]
+Dial = Callable[[str], "Wire"]
+Connect = Callable[[str], Peer]
+
 
 class Running:
     """A daemon in a thread of its own."""
@@ -65,7 +70,7 @@ class Running:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+def make(tmp_path: Path) -> Iterator[Make]:
     """Makes daemons that are closed at the end, in a directory that must then be empty of pools."""
     made: list[Daemon] = []
     (tmp_path / "shm").mkdir()
@@ -93,7 +98,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture
-def run(make: Callable[..., Daemon]) -> Iterator[Callable[..., Running]]:
+def run(make: Make) -> Iterator[Run]:
     started: list[Running] = []
 
     def run_daemon(**changes: str) -> Running:
@@ -135,7 +140,7 @@ class Wire:
 
 
 @pytest.fixture
-def wire() -> Iterator[Callable[[str], Wire]]:
+def wire() -> Iterator[Dial]:
     """Makes connections to the daemon's address."""
     made: list[Wire] = []
 
@@ -149,7 +154,7 @@ def wire() -> Iterator[Callable[[str], Wire]]:
 
 
 @pytest.fixture
-def connect(wire: Callable[[str], Wire]) -> Callable[[str], Peer]:
+def connect(wire: Dial) -> Connect:
     """Makes clients that wait for the answer to what they say."""
     return lambda address: Peer(wire(address).exchange)
 
@@ -173,15 +178,13 @@ def settled(happens: Callable[[], bool]) -> bool:
 # -- doors
 
 
-def test_a_client_is_served_over_tcp(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
-) -> None:
+def test_a_client_is_served_over_tcp(run: Run, connect: Connect) -> None:
     running = run()
     store_and_load(connect(running.address).attach())
 
 
 def test_a_client_is_served_over_a_unix_socket_of_the_owner_only(
-    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+    run: Run, connect: Connect, tmp_path: Path
 ) -> None:
     path = tmp_path / "kvkeep.sock"
     running = run(address=f"ipc://{path}")
@@ -192,20 +195,18 @@ def test_a_client_is_served_over_a_unix_socket_of_the_owner_only(
 
 
 def test_a_client_is_served_over_a_unix_socket_without_a_file(
-    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+    run: Run, connect: Connect, tmp_path: Path
 ) -> None:
     store_and_load(connect(run(address=f"ipc://@kvkeep-test-{tmp_path.name}").address).attach())
 
 
-def test_localhost_is_taken_for_127_0_0_1(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
-) -> None:
+def test_localhost_is_taken_for_127_0_0_1(run: Run, connect: Connect) -> None:
     running = run(address="tcp://localhost:0")
     assert running.address.startswith("tcp://127.0.0.1:")
     store_and_load(connect(running.address.replace("127.0.0.1", "localhost")).attach())
 
 
-def refusal(make: Callable[..., Daemon], kind: type[KVKeepError], **changes: str) -> KVKeepError:
+def refusal(make: Make, kind: type[KVKeepError], **changes: str) -> KVKeepError:
     with pytest.raises(kind) as caught:
         make(**changes)
     assert caught.value.hint
@@ -213,10 +214,7 @@ def refusal(make: Callable[..., Daemon], kind: type[KVKeepError], **changes: str
 
 
 def test_a_port_in_use_is_a_clear_error_and_costs_the_first_nothing(
-    run: Callable[..., Running],
-    make: Callable[..., Daemon],
-    connect: Callable[[str], Peer],
-    tmp_path: Path,
+    run: Run, make: Make, connect: Connect, tmp_path: Path
 ) -> None:
     running = run()
     error = refusal(make, SettingsError, address=running.address, name="second")
@@ -228,10 +226,7 @@ def test_a_port_in_use_is_a_clear_error_and_costs_the_first_nothing(
 
 
 def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
-    run: Callable[..., Running],
-    make: Callable[..., Daemon],
-    connect: Callable[[str], Peer],
-    tmp_path: Path,
+    run: Run, make: Make, connect: Connect, tmp_path: Path
 ) -> None:
     address = f"ipc://{tmp_path / 'kvkeep.sock'}"
     running = run(address=address)
@@ -243,7 +238,7 @@ def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
 
 
 def test_a_unix_socket_that_a_killed_daemon_left_is_taken_over(
-    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+    run: Run, connect: Connect, tmp_path: Path
 ) -> None:
     path = tmp_path / "kvkeep.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -251,9 +246,7 @@ def test_a_unix_socket_that_a_killed_daemon_left_is_taken_over(
     store_and_load(connect(run(address=f"ipc://{path}").address).attach())
 
 
-def test_a_file_that_is_no_socket_is_left_alone(
-    make: Callable[..., Daemon], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(make: Make, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     assert "not a socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
@@ -261,25 +254,20 @@ def test_a_file_that_is_no_socket_is_left_alone(
 
 
 def test_a_unix_socket_in_a_directory_that_is_not_there_is_a_clear_error(
-    make: Callable[..., Daemon], tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     error = refusal(make, SettingsError, address=f"ipc://{tmp_path}/nowhere/socket")
     assert "No such file" in error.message and f"{tmp_path}/nowhere does not exist" in error.hint
 
 
-def test_a_state_directory_that_cannot_be_written_stops_the_start(
-    make: Callable[..., Daemon],
-) -> None:
+def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Make) -> None:
     error = refusal(make, SettingsError, state_dir="/proc/nowhere")
     assert "/proc/nowhere" in error.message and "--state-dir" in error.hint
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", ""])
 def test_a_pool_that_is_not_in_memory_is_warned_of(
-    make: Callable[..., Daemon],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     monkeypatch.setattr("kvkeep.server.startup.file_system_of", lambda directory: kind)
     make()
@@ -287,7 +275,7 @@ def test_a_pool_that_is_not_in_memory_is_warned_of(
 
 
 def test_a_second_daemon_on_the_same_pool_is_refused(
-    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer]
+    run: Run, make: Make, connect: Connect
 ) -> None:
     running = run()
     assert "in use by another kvkeep server" in refusal(make, PoolError).message
@@ -298,7 +286,7 @@ def test_a_second_daemon_on_the_same_pool_is_refused(
 
 
 def test_the_welcome_says_where_the_pool_is_and_what_the_limits_are(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
+    run: Run, connect: Connect
 ) -> None:
     running = run(max_leases_per_session="7", max_writing_blocks_per_session="9")
     welcome = connect(running.address).hello()
@@ -308,9 +296,7 @@ def test_the_welcome_says_where_the_pool_is_and_what_the_limits_are(
     assert welcome.pool.pool_bytes == MIB
 
 
-def test_a_local_client_writes_and_reads_the_pool_itself(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
-) -> None:
+def test_a_local_client_writes_and_reads_the_pool_itself(run: Run, connect: Connect) -> None:
     running = run()
     local, far = connect(running.address), connect(running.address).attach()
     welcome = local.hello()
@@ -333,7 +319,7 @@ def test_a_local_client_writes_and_reads_the_pool_itself(
 
 
 def test_a_session_too_many_is_refused_and_the_others_are_served(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
+    run: Run, connect: Connect
 ) -> None:
     running = run(max_sessions="2")
     first, second, third = (connect(running.address) for _ in range(3))
@@ -357,9 +343,7 @@ def check_healthy(running: Running, peer: Peer) -> None:
 
 
 def test_garbage_in_good_frames_costs_others_nothing(
-    run: Callable[..., Running],
-    connect: Callable[[str], Peer],
-    wire: Callable[[str], Wire],
+    run: Run, connect: Connect, wire: Dial
 ) -> None:
     running, rng = run(), random.Random(1)
     good = connect(running.address).attach()
@@ -394,9 +378,7 @@ def test_garbage_in_good_frames_costs_others_nothing(
     check_healthy(running, good)
 
 
-def test_garbage_over_plain_tcp_costs_others_nothing(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
-) -> None:
+def test_garbage_over_plain_tcp_costs_others_nothing(run: Run, connect: Connect) -> None:
     running, rng = run(), random.Random(2)
     good = connect(running.address).attach()
     host, port = running.address.removeprefix("tcp://").split(":")
@@ -424,7 +406,7 @@ def test_garbage_over_plain_tcp_costs_others_nothing(
 
 
 def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
+    run: Run, connect: Connect
 ) -> None:
     running = run()
     good, bad = connect(running.address).attach(), connect(running.address).attach()
@@ -438,10 +420,7 @@ def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
     "sizes", [(2 * FRAME_BYTES + SLACK_BYTES + 1, 0, 0), (100, 1 << 16, 1 << 16)]
 )
 def test_a_huge_message_costs_its_sender_the_connection_and_nobody_else_anything(
-    run: Callable[..., Running],
-    connect: Callable[[str], Peer],
-    wire: Callable[[str], Wire],
-    sizes: tuple[int, int, int],
+    run: Run, connect: Connect, wire: Dial, sizes: tuple[int, int, int]
 ) -> None:
     """Its header is enough: nobody waits for the rest."""
     running = run()
@@ -454,9 +433,7 @@ def test_a_huge_message_costs_its_sender_the_connection_and_nobody_else_anything
 
 
 def test_a_client_that_never_reads_costs_others_nothing(
-    run: Callable[..., Running],
-    connect: Callable[[str], Peer],
-    wire: Callable[[str], Wire],
+    run: Run, connect: Connect, wire: Dial
 ) -> None:
     running = run()
     good, bad = connect(running.address).attach(), wire(running.address)
@@ -467,9 +444,7 @@ def test_a_client_that_never_reads_costs_others_nothing(
     check_healthy(running, good)
 
 
-def test_a_burst_of_small_requests_is_answered_whole(
-    run: Callable[..., Running], wire: Callable[[str], Wire]
-) -> None:
+def test_a_burst_of_small_requests_is_answered_whole(run: Run, wire: Dial) -> None:
     one = wire(run().address)
     for number in range(1_000):
         one.send(encode(Header(0, number), m.Ping()))
@@ -477,7 +452,7 @@ def test_a_burst_of_small_requests_is_answered_whole(
 
 
 def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
-    run: Callable[..., Running], wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
+    run: Run, wire: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = run()
     handled: list[float | None] = []  # since when the loop was busy: its turn
@@ -494,7 +469,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
     assert max(Counter(handled).values()) <= 3
 
 
-def test_as_many_files_may_be_open_as_the_system_allows(make: Callable[..., Daemon]) -> None:
+def test_as_many_files_may_be_open_as_the_system_allows(make: Make) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
     try:
@@ -505,9 +480,7 @@ def test_as_many_files_may_be_open_as_the_system_allows(make: Callable[..., Daem
 
 
 def test_a_client_that_is_gone_before_its_answer_costs_others_nothing(
-    run: Callable[..., Running],
-    connect: Callable[[str], Peer],
-    wire: Callable[[str], Wire],
+    run: Run, connect: Connect, wire: Dial
 ) -> None:
     running = run()
     good = connect(running.address).attach()
@@ -530,9 +503,7 @@ class PoorServer(ServerProcess):
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
-def test_who_takes_all_descriptors_does_not_end_the_server(
-    connect: Callable[[str], Peer], wire: Callable[[str], Wire]
-) -> None:
+def test_who_takes_all_descriptors_does_not_end_the_server(connect: Connect, wire: Dial) -> None:
     """Those who are connected are served, and others afterwards."""
     with PoorServer("--pool-size", "64MiB", "--session-check-interval", "50ms") as server:
         peer = connect(server.address).attach()
@@ -553,7 +524,7 @@ def test_who_takes_all_descriptors_does_not_end_the_server(
 # -- the loop and its end
 
 
-def test_the_pool_is_filled_beside_the_loop(make: Callable[..., Daemon]) -> None:
+def test_the_pool_is_filled_beside_the_loop(make: Make) -> None:
     running = Running(make())
     assert running.daemon.ready.wait(PATIENCE_MS / 1000)
     assert running.in_loop(lambda: running.daemon.store.slabs.slabs) == 16
@@ -562,7 +533,7 @@ def test_the_pool_is_filled_beside_the_loop(make: Callable[..., Daemon]) -> None
 
 
 def test_a_pool_that_cannot_be_filled_is_served_as_far_as_it_goes(
-    make: Callable[..., Daemon], connect: Callable[[str], Peer], monkeypatch: pytest.MonkeyPatch
+    make: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon_module, "Pool", partial(Pool, segment_bytes=64 * KIB))
     daemon = make()
@@ -580,7 +551,7 @@ def test_a_pool_that_cannot_be_filled_is_served_as_far_as_it_goes(
 
 
 def test_a_pool_of_which_nothing_can_be_filled_stops_the_start(
-    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     assert "could not be had" in refusal(make, PoolError).message
@@ -590,9 +561,7 @@ def no_space(descriptor: int, offset: int, nbytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_duty_that_fails_fails_for_whoever_asked(
-    run: Callable[..., Running], connect: Callable[[str], Peer]
-) -> None:
+def test_a_duty_that_fails_fails_for_whoever_asked(run: Run, connect: Connect) -> None:
     running = run()
     with pytest.raises(ZeroDivisionError):
         running.in_loop(lambda: 1 // 0)
@@ -600,7 +569,7 @@ def test_a_duty_that_fails_fails_for_whoever_asked(
 
 
 def test_a_store_in_progress_is_finished_before_the_end(
-    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+    run: Run, connect: Connect, tmp_path: Path
 ) -> None:
     running = run(shutdown_grace="60s")
     peer = connect(running.address).attach()
@@ -618,9 +587,7 @@ def test_a_store_in_progress_is_finished_before_the_end(
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(
-    connect: Callable[[str], Peer],
-) -> None:
+def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: Connect) -> None:
     with ServerProcess(
         "--pool-size", "1MiB", "--slab-size", "64KiB", "--shutdown-grace", "60s"
     ) as server:
@@ -641,7 +608,7 @@ def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(
 
 
 def test_grace_ends_for_a_client_that_does_not_finish(
-    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+    run: Run, connect: Connect, tmp_path: Path
 ) -> None:
     running = run(shutdown_grace="100ms")
     peer = connect(running.address).attach()
@@ -650,15 +617,13 @@ def test_grace_ends_for_a_client_that_does_not_finish(
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_closing_without_ever_running_leaves_nothing(
-    make: Callable[..., Daemon], tmp_path: Path
-) -> None:
+def test_closing_without_ever_running_leaves_nothing(make: Make, tmp_path: Path) -> None:
     make().close()
     assert list((tmp_path / "shm").iterdir()) == []
 
 
 def test_the_index_goes_before_the_lock_of_anybody_who_may_be_at_work(
-    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = make()
     daemon.store.open_session(1)
@@ -675,7 +640,7 @@ def test_the_index_goes_before_the_lock_of_anybody_who_may_be_at_work(
     assert removed[:2] == ["index", "session"]
 
 
-def test_nobody_waits_for_a_loop_that_has_ended(make: Callable[..., Daemon]) -> None:
+def test_nobody_waits_for_a_loop_that_has_ended(make: Make) -> None:
     """Or a request by HTTP at that moment would hang until it is cut off, with a traceback in the
     log."""
     running = Running(make())
@@ -689,7 +654,7 @@ def test_nobody_waits_for_a_loop_that_has_ended(make: Callable[..., Daemon]) -> 
 
 
 def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
-    make: Callable[..., Daemon], caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = Running(make())
     running.daemon.do_in_loop(lambda: 1 // 0)
@@ -706,9 +671,7 @@ def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
 
 
 def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
-    run: Callable[..., Running],
-    wire: Callable[[str], Wire],
-    caplog: pytest.LogCaptureFixture,
+    run: Run, wire: Dial, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = run()
     for _ in range(3):

@@ -232,17 +232,9 @@ class SettingShown:
     help: str
 
 
-def _setting(
-    kind: Kind,
-    default: str,
-    help: str,
-    *,
-    live: bool = False,
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
-    """A field of Settings."""
-    return field(metadata={"setting": Setting(kind, default, help, live, low, high)})
+def _setting(kind: Kind, default: str, help: str, **more: Any) -> Any:
+    """A field of Settings: a Setting, whose other fields are `more`."""
+    return field(metadata={"setting": Setting(kind, default, help, **more)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
