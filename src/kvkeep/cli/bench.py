@@ -15,17 +15,18 @@ import platform
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from kvkeep import __version__
 from kvkeep.bench.figures import with_unit
-from kvkeep.cli.output import APP, Json, help_section, note, show_facts, show_json, show_table
+from kvkeep.cli.output import APP, Json, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
 from kvkeep.units import KIB, format_size, parse_size
 
@@ -39,7 +40,6 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {}
-_REQUIRED = inspect.Parameter.empty
 
 # What an option of this name means in every benchmark; a module's own OPTIONS go first.
 OPTIONS: dict[str, str] = {
@@ -73,43 +73,70 @@ app = typer.Typer(
 
 
 class BenchCommand(TyperCommand):
-    """Adds the options of the benchmark's `run` to the help page."""
+    """Has the arguments and options of the benchmark's `run` beside --json."""
 
-    def get_help(self, ctx: Any) -> str:
+    @cached_property
+    def _of_run(self) -> list[Any]:
         assert self.name is not None
-        module = _load(self.name)
-        meanings = {**OPTIONS, **getattr(module, "OPTIONS", {})}
-        rows = [
-            (_argument(name), f"{meanings[name]} [required]")
-            if default is _REQUIRED
-            else (_flag(name), f"{meanings[name]} [default: {_text(default, name)}]")
-            for name, default in options_of(module.run).items()
-        ]
-        return help_section(super().get_help(ctx), "Options of this benchmark", rows)
+        return params_of(_load(self.name))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [*self._of_run, *super().get_params(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = [*args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> None:
+        assert self.name is not None
+        options = dict(ctx.params)
+        as_json = options.pop("json")
+        measure(self.name, options, ctx.obj, as_json)
+
+
+def params_of(module: ModuleType) -> list[Any]:
+    """What typer makes of the arguments of `run`."""
+    meanings = {**OPTIONS, **getattr(module, "OPTIONS", {})}
+    parameters = []
+    for name, given in inspect.signature(module.run).parameters.items():
+        default, kind = given.default, typer.Option(help=meanings[name])
+        if default is given.empty:
+            kind = typer.Argument(help=meanings[name])
+        elif not isinstance(default, bool):
+            kind.parser, kind.metavar = _parser(name, default), "VALUE"
+            default = _text(default, name)
+        annotation: Any = Annotated[bool if isinstance(default, bool) else str, kind]
+        at = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, at, default=default, annotation=annotation))
+
+    def run() -> None: ...
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    made = typer.Typer(**APP)
+    made.command()(run)
+    params: list[Any] = typer.main.get_command(made).params
+    return params
 
 
 def add_bench(name: str, module: str, help: str) -> None:
     """Adds `kvkeep bench NAME`."""
 
-    def command(context: typer.Context, json: Json = False) -> None:
-        measure(name, context.args, json)
+    def command(json: Json = False) -> None: ...
 
     BENCHES[name] = Bench(module, help)
     command.__doc__ = help
-    extra = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, cls=BenchCommand, context_settings=extra)(command)
+    app.command(name, cls=BenchCommand)(command)
 
 
-def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
+def measure(name: str, options: Mapping[str, Any], argv: Sequence[str], as_json: bool) -> None:
     """Runs one benchmark and prints its result."""
-    module = _load(name)
-    options = read_options(module.run, argv)
-    command = shlex.join(["kvkeep", "bench", name, *argv, *["--json"] * as_json])
+    command = shlex.join(["kvkeep", "bench", name, *argv])
     on = machine()
     note(f"$ {command}")
     note(", ".join(f"{fact}: {value}" for fact, value in on.items()))
     try:
-        result: dict[str, Any] = module.run(**options)
+        result: dict[str, Any] = _load(name).run(**options)
     except MemoryError:
         raise SettingsError(
             "this machine has not enough memory for that", "use smaller numbers"
@@ -182,42 +209,14 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, dict) or all(isinstance(row, dict) for row in rows)
 
 
-def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--switch` and `--no-switch` as keyword arguments of
-    `run`, and what is no option as its parameters without a default, in their order."""
-    parameters = inspect.signature(run).parameters
-    required = [name for name, default in options_of(run).items() if default is _REQUIRED]
-    options: dict[str, Any] = {}
-    rest = iter(argv)
-    for argument in rest:
-        if required and not argument.startswith("--"):
-            options[required.pop(0)] = argument
-            continue
-        flag, equals, text = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        is_off = flag.startswith("--no-") and isinstance(
-            _default(parameters, name.removeprefix("no_")), bool
-        )
-        if is_off and not equals:
-            options[name.removeprefix("no_")] = False
-            continue
-        if not flag.startswith("--") or _default(parameters, name) in (None, _REQUIRED):
-            defaults = options_of(run)
-            known = ", ".join(_flag(each) for each in defaults if defaults[each] is not _REQUIRED)
-            known = known or "none"
-            raise SettingsError(f'unknown option "{flag}"', f"options of this benchmark: {known}")
-        default = parameters[name].default
-        if isinstance(default, bool) and not equals:
-            options[name] = True
-            continue
-        text = text if equals else next(rest, "")
+def _parser(name: str, default: Any) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
         try:
-            options[name] = _convert(name, default, text)
+            return _convert(name, default, text)
         except ValueError:
-            raise SettingsError(f'{flag} "{text}": expected {_expected(name, default)}') from None
-    if required:
-        raise SettingsError(f"{_argument(required[0])} is missing", "--help says what it is")
-    return options
+            raise typer.BadParameter(f"expected {_expected(name, default)}") from None
+
+    return value
 
 
 def _convert(name: str, default: Any, text: str) -> Any:
@@ -228,10 +227,6 @@ def _convert(name: str, default: Any, text: str) -> Any:
     one."""
     if isinstance(default, tuple | list):
         return type(default)(_convert(name, default[0], part) for part in text.split(","))
-    if isinstance(default, bool):
-        if text not in (switch := {"true": True, "1": True, "false": False, "0": False}):
-            raise ValueError
-        return switch[text]
     if isinstance(default, int | float):
         value = parse_size(text) if name.endswith("bytes") else type(default)(text)
         if not value >= min(default, 1):
@@ -252,30 +247,9 @@ def _load(name: str) -> ModuleType:
         ) from error
 
 
-def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
-    return parameters[name].default if name in parameters else None
-
-
-def options_of(run: Callable[..., Any]) -> dict[str, Any]:
-    """Name and default of each option; _REQUIRED for an argument."""
-    return {
-        name: parameter.default for name, parameter in inspect.signature(run).parameters.items()
-    }
-
-
-def _argument(name: str) -> str:
-    return name.upper()
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _expected(name: str, default: Any) -> str:
     """What a value looks like: "at least 1, such as 8"."""
     first = default[0] if isinstance(default, tuple | list) else default
-    if isinstance(first, bool):
-        return "true or false"
     number = isinstance(first, int | float)
     return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(
         default, name
@@ -286,9 +260,7 @@ def _text(value: Any, name: str) -> str:
     """The value of the option `name` as it could be given."""
     if isinstance(value, tuple | list):
         return ",".join(_text(each, name) for each in value)
-    if name.endswith("bytes"):
-        return format_size(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return format_size(value) if name.endswith("bytes") else str(value)
 
 
 add_bench("lookup", "kvkeep.bench.lookup", "How long a lookup takes, against a ping.")
