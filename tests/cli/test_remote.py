@@ -25,23 +25,43 @@ from kvkeep.testing.process import ServerProcess
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def serve_once(
+    listener: socket.socket, answer: bytes, heard: list[bytes] | None = None, as_other: bool = False
+) -> threading.Thread:
+    """Answers one connection, if there is one, and notes what it was asked. `as_other`: as another
+    user, if we may become one; `setfsuid` changes this thread alone."""
+
+    def serve() -> None:
+        if as_other and os.getuid() == 0:
+            ctypes.CDLL(None).setfsuid(65534)
+        with contextlib.suppress(OSError):  # nobody has asked until the end
+            connection, _ = listener.accept()
+            with connection:
+                asked = connection.recv(65536)
+                if heard is not None:
+                    heard.append(asked)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+def reply(status: int, said: Any) -> bytes:
+    """As a server answers, in JSON."""
+    body = json.dumps(said).encode()
+    return b"HTTP/1.1 %d Said\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
 @pytest.fixture
 def stranger() -> Iterator[Callable[[bytes], str]]:
     """Something that listens and answers every connection with the same bytes."""
     listeners = []
 
     def listen(answer: bytes) -> str:
-        listener = socket.create_server(("127.0.0.1", 0))
-        listeners.append(listener)
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+        listeners.append(socket.create_server(("127.0.0.1", 0)))
+        serve_once(listeners[-1], answer)
+        return f"127.0.0.1:{listeners[-1].getsockname()[1]}"
 
     yield listen
     for listener in listeners:
@@ -155,24 +175,22 @@ def token_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def default_token(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is where `kvkeep keygen` puts it."""
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
+    (token_file.parent / "keys").mkdir()
+    token_file.rename(token_file.parent / "keys" / "admin-token")
+
+
+@pytest.fixture
 def listener() -> Iterator[tuple[str, list[bytes]]]:
     """Something that keeps what it is asked, and answers with an empty object."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # nobody has asked until the end
-                connection, _ = server.accept()
-                with connection:
-                    heard.append(connection.recv(65536))
-                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+        thread = serve_once(server, reply(200, {}), heard)
         yield f"127.0.0.1:{server.getsockname()[1]}", heard
-        server.shutdown(
-            socket.SHUT_RDWR
-        )  # or it would wait on for a number that is another file's by then
+        # Or it would wait on for a number that is another file's by then.
+        server.shutdown(socket.SHUT_RDWR)
         thread.join(10)
 
 
@@ -187,18 +205,6 @@ def other_users_socket(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> socket
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     return socket.create_server(("127.0.0.1", port))
-
-
-def as_other_user(serve: Callable[[], None]) -> Callable[[], None]:
-    """For a thread that accepts connections as that user does. `setfsuid` changes this thread
-    alone."""
-
-    def run() -> None:
-        if os.getuid() == 0:
-            ctypes.CDLL(None).setfsuid(65534)
-        serve()
-
-    return run
 
 
 def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_file: Path) -> None:
@@ -247,28 +253,17 @@ def test_that_of_the_state_directory_is_found(
         )
 
 
+@pytest.mark.usefixtures("default_token")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_that_of_the_state_directory_is_not_sent_to_another_user(
-    token_file: Path, monkeypatch: pytest.MonkeyPatch, host: str
+    monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Who took the port while the server is down. What it asks for is said, and how to send it all
     the same."""
-    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
-    (token_file.parent / "keys").mkdir()
-    token_file.rename(token_file.parent / "keys" / "admin-token")
     heard: list[bytes] = []
-    body = b'{"error": "unauthorized", "message": "it asks for a token", "field": "", "hint": "give it"}'
+    message = {"message": "it asks for a token", "field": "", "hint": "give it"}
     with other_users_socket(monkeypatch) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                heard.append(connection.recv(65536))
-                connection.sendall(
-                    b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-                )
-
-        threading.Thread(target=as_other_user(serve), daemon=True).start()
+        serve_once(server, reply(401, {"error": "unauthorized", **message}), heard, as_other=True)
         with pytest.raises(RequestError) as caught:
             ask(f"{host}:{server.getsockname()[1]}", "/v1/status")
     assert b"authorization" not in heard[0].lower()
@@ -285,12 +280,10 @@ def test_the_token_that_a_server_made_is_found_for_changes(
     assert token_sent(monkeypatch, server.http, method) == f"Bearer {made}"
 
 
+@pytest.mark.usefixtures("default_token")
 def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_made(
-    server: ServerProcess, token_file: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess,
 ) -> None:
-    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
-    (token_file.parent / "keys").mkdir()
-    token_file.rename(token_file.parent / "keys" / "admin-token")
     assert ask(server.http, "/v1/settings", "PATCH", {"verify": "true"})
     assert ask(server.http, "/v1/status")["name"] == server.name
 
@@ -302,64 +295,42 @@ def test_no_token_is_sought_where_another_user_listens(
     monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
     heard: list[bytes] = []
     with other_users_socket(monkeypatch) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                heard.append(connection.recv(65536))
-
-        thread = threading.Thread(target=as_other_user(serve), daemon=True)
-        thread.start()
+        thread = serve_once(server, b"", heard, as_other=True)
         token, withheld = remote._found_token(f"http://127.0.0.1:{server.getsockname()[1]}", "POST")
         assert token is None and "another user (uid" in withheld and "admin.token" in withheld
         thread.join(10)
     assert heard == [b""]
 
 
+@pytest.mark.usefixtures("default_token")
 def test_whoever_takes_the_port_before_the_connection_gets_no_token(
-    token_file: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody listens when the command starts: the other user does when it connects."""
-    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
-    (token_file.parent / "keys").mkdir()
-    token_file.rename(token_file.parent / "keys" / "admin-token")
     connect = http.client.HTTPConnection.connect
-    heard, threads = list[bytes](), list[threading.Thread]()
+    heard, servers, threads = list[bytes](), list[socket.socket](), list[threading.Thread]()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
     def take_the_port_first(connection: http.client.HTTPConnection) -> None:
-        server = other_users_socket(monkeypatch, port)
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection, server:
-                heard.append(connection.recv(65536))
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-
-        threads.append(threading.Thread(target=as_other_user(serve), daemon=True))
-        threads[-1].start()
+        servers.append(other_users_socket(monkeypatch, port))
+        threads.append(serve_once(servers[0], reply(200, {}), heard, as_other=True))
         connect(connection)
 
     monkeypatch.setattr(http.client.HTTPConnection, "connect", take_the_port_first)
     assert ask(f"127.0.0.1:{port}", "/v1/status") == {}
     threads[0].join(10)
+    servers[0].close()
     assert heard and b"authorization" not in heard[0].lower()
 
 
 def test_what_a_terminal_would_obey_is_shown_as_text(stranger: Callable[[bytes], str]) -> None:
     said = {"error": "bad", "message": "a\x1b]0;title\x07b", "field": "", "hint": "c\x1b[2Jd"}
-    body = json.dumps(said).encode()
     with pytest.raises(RequestError) as caught:
-        ask(
-            stranger(b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)),
-            "/v1/status",
-        )
+        ask(stranger(reply(400, said)), "/v1/status")
     assert (caught.value.message, caught.value.hint) == ("a\\x1b]0;title\\x07b", "c\\x1b[2Jd")
-    body = json.dumps([{"na\nme": ["x\x9by", 1, None]}]).encode()
-    assert ask(
-        stranger(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/x"
-    ) == [{"na\\nme": ["x\\x9by", 1, None]}]
+    answer = ask(stranger(reply(200, [{"na\nme": ["x\x9by", 1, None]}])), "/v1/x")
+    assert answer == [{"na\\nme": ["x\\x9by", 1, None]}]
 
 
 def test_a_token_that_cannot_be_read_is_named_with_the_remedy(kvkeep: Run, tmp_path: Path) -> None:
@@ -516,10 +487,8 @@ def test_a_server_is_asked_only_if_its_certificate_proves_it(
     make(tmp_path / "other", ["ops"])
     other = env_of(tmp_path / "other")
     for env, words in (
-        (
-            {},
-            "its certificate is not signed by a CA that we trust",
-        ),  # the system's CAs did not sign it
+        # The system's CAs did not sign it.
+        ({}, "its certificate is not signed by a CA that we trust"),
         (other, "its certificate is not signed by a CA that we trust"),
         (env_of(tmp_path / "other", "ops") | env_of(keys), "it rejected our certificate"),
     ):
