@@ -28,6 +28,7 @@ from kvkeep.kv.checksum import checksum
 from kvkeep.server import daemon as daemon_module
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.settings import Settings
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import KIB, MIB
@@ -164,15 +165,6 @@ def store_and_load(peer: Peer, name: str = "a") -> None:
     layout = peer.open_layout(512)
     peer.store(layout, chain(name, 4), BLOCKS)
     assert peer.load(layout, chain(name, 4)) == BLOCKS
-
-
-def settled(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    for _ in range(PATIENCE_MS // 10):
-        if happens():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 # -- doors
@@ -374,7 +366,7 @@ def test_garbage_in_good_frames_costs_others_nothing(
         bad.stream.read()
         while bad.stream.next() is not None:
             pass
-    assert settled(lambda: running.daemon.service.counters.bad_frames > 500)
+    assert eventually(lambda: running.daemon.service.counters.bad_frames > 500)
     check_healthy(running, good)
 
 
@@ -465,7 +457,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
     one = wire(running.address)
     for number in range(60):
         one.send(encode(Header(0, number), m.Ping()))
-    assert settled(lambda: len(handled) == 60)
+    assert eventually(lambda: len(handled) == 60)
     assert max(Counter(handled).values()) <= 3
 
 
@@ -509,14 +501,14 @@ def test_who_takes_all_descriptors_does_not_end_the_server(connect: Connect, wir
         peer = connect(server.address).attach()
         store_and_load(peer)
         idle = [wire(server.address) for _ in range(PoorServer.DESCRIPTORS - 20)]
-        assert settled(lambda: server.descriptors() >= PoorServer.DESCRIPTORS - 1)
+        assert eventually(lambda: server.descriptors() >= PoorServer.DESCRIPTORS - 1)
         for _ in range(10):
             time.sleep(0.05)  # a look or more
             store_and_load(peer)
         for each in idle:
             each.stream.close()
         late = Peer(lambda frames: wire(server.address).exchange(frames))
-        assert settled(lambda: late.say(m.Hello("late", 1)) is not None)
+        assert eventually(lambda: late.say(m.Hello("late", 1)) is not None)
         store_and_load(connect(server.address).attach())
         assert ask(server.http, "/v1/status")["counters"]["internal_errors"] == 0
 
@@ -577,7 +569,7 @@ def test_a_store_in_progress_is_finished_before_the_end(
     peer.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
     write = peer.number
     running.daemon.stop()
-    assert settled(lambda: running.daemon.service.draining)
+    assert eventually(lambda: running.daemon.service.draining)
     assert connect(running.address).refusal(m.Hello("late", 1)) == "shutting_down"
     assert peer.refusal(m.PrepareStore("default", layout, 0, b"", chain("b", 1))) == "shutting_down"
     peer.ask(m.Done, m.Put(write, 0), BLOCKS)
@@ -598,7 +590,7 @@ def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: C
         )
         write = peer.number
         server.send(signal.SIGTERM)
-        assert settled(lambda: isinstance(late.say(m.Hello("late", 1)), m.Refused))
+        assert eventually(lambda: isinstance(late.say(m.Hello("late", 1)), m.Refused))
         assert pool.exists()
         peer.ask(m.Done, m.Put(write, 0), BLOCKS)
         sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
@@ -693,7 +685,7 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
         said[:] = [line for line in caplog.messages if "seems to be" in line]
         return len(said) >= 2
 
-    assert settled(heard_of_both)
+    assert eventually(heard_of_both)
     expected = ["a ZMQ client", f"a kvkeep of protocol version {m.PROTOCOL_VERSION + 1}"]
     assert [line.split(": ")[0] for line in said] == [
         f"127.0.0.1 talks to {running.address} and seems to be {kind}" for kind in expected

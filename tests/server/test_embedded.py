@@ -31,6 +31,7 @@ from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server import embedded
 from kvkeep.server.embedded import EmbeddedServer
+from kvkeep.testing.clock import eventually
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
@@ -87,16 +88,6 @@ def some_blocks(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 def some_keys(count: int, name: str = "k") -> bytes:
     return b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(count))
-
-
-def eventually(happens: Callable[[], Any]) -> Any:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if found := happens():
-            return found
-        time.sleep(0.001)
-    return None
 
 
 def in_threads(*duties: Callable[[], None]) -> None:

@@ -75,14 +75,8 @@ def layout(peer: Peer) -> int:
 
 
 def prepare(layout: int, keys: bytes = KEYS, **changes: object) -> m.PrepareStore:
-    fields = {
-        "tenant": "default",
-        "layout": layout,
-        "shard": 0,
-        "parent": b"",
-        "keys": keys,
-    } | changes
-    return m.PrepareStore(**fields)  # type: ignore[arg-type]
+    fields = {"tenant": "default", "shard": 0, "parent": b"", **changes}
+    return m.PrepareStore(layout=layout, keys=keys, **fields)  # type: ignore[arg-type]
 
 
 # -- what tenants ask for and get
@@ -231,6 +225,14 @@ def local(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         world.service.sessions.remove(session)
 
 
+def attached(local: World) -> tuple[Peer, int]:
+    """A client with shared memory, and the lock that it holds."""
+    peer = local.peer()
+    fence = hold(Path(peer.hello().pool.lock))
+    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    return peer, fence
+
+
 def test_shared_memory_needs_the_lock(local: World) -> None:
     peer = local.peer()
     welcome = peer.hello()
@@ -247,9 +249,7 @@ def test_a_server_without_lock_files_has_no_shared_memory(world: World) -> None:
 
 
 def test_a_local_session_moves_its_own_bytes(local: World) -> None:
-    peer = local.peer()
-    fence = hold(Path(peer.hello().pool.lock))
-    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    peer, fence = attached(local)
     layout = peer.open_layout(64)
     plan = peer.ask(m.Prepared, prepare(layout))
     write = peer.number
@@ -262,9 +262,7 @@ def test_a_local_session_moves_its_own_bytes(local: World) -> None:
 
 
 def test_a_local_session_is_dead_when_its_lock_falls(local: World) -> None:
-    peer = local.peer()
-    fence = hold(Path(peer.hello().pool.lock))
-    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    peer, fence = attached(local)
     peer.ask(m.Prepared, prepare(peer.open_layout(64)))
     assert local.service.end_dead_sessions(10**9) == 0
     os.close(fence)
@@ -278,10 +276,7 @@ def test_a_session_that_held_nothing_has_not_died(
     local: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM kills its processes when it stops in order."""
-    peer = local.peer()
-    fence = hold(Path(peer.hello().pool.lock))
-    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
-    os.close(fence)
+    os.close(attached(local)[1])
     with caplog.at_level(logging.INFO):
         assert local.service.end_dead_sessions(0) == 1
     counters = local.service.counters
@@ -655,9 +650,7 @@ def test_a_block_stored_without_a_checksum_is_dropped_but_is_no_bad_block(
     local: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    peer = local.peer()
-    fence = hold(Path(peer.hello().pool.lock))
-    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    peer, fence = attached(local)
     layout = peer.open_layout(64)
     slots = np.frombuffer(peer.ask(m.Prepared, prepare(layout)).slots, "<i8")
     for slot in slots.tolist():
@@ -736,19 +729,9 @@ def test_requests_are_counted_and_timed_by_kind(world: World, peer: Peer, layout
     assert (counters.lookups, counters.lookup_blocks, counters.hit_blocks) == (1, 4, 4)
     assert (counters.stored_blocks, counters.stored_bytes, counters.abandoned_stores) == (4, 256, 1)
     assert (counters.sessions_opened, counters.sessions_ended, counters.sessions_died) == (1, 1, 0)
-    assert {kind: sum(latency.counts) for kind, latency in counters.latency.items()} == {
-        "Hello": 1,
-        "Attach": 1,
-        "OpenLayout": 1,
-        "PrepareStore": 2,
-        "Put": 1,
-        "CompleteStore": 1,
-        "Lookup": 1,
-        "Fetch": 1,
-        "Release": 1,
-        "AbandonStore": 1,
-        "Goodbye": 1,
-    }
+    once = "Hello Attach OpenLayout Put CompleteStore Lookup Fetch Release AbandonStore Goodbye"
+    timed = {kind: sum(latency.counts) for kind, latency in counters.latency.items()}
+    assert timed == dict.fromkeys(once.split(), 1) | {"PrepareStore": 2}
     assert all(latency.total_us > 0 for latency in counters.latency.values())
 
 

@@ -228,13 +228,8 @@ def _rights(tenants: str, admin: bool) -> str:
 
 def _named(where: Path, name: str) -> dict[str, str]:
     """The files of one side, by option."""
-    return dict(
-        zip(
-            _TLS,
-            (str(where / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem")),
-            strict=True,
-        )
-    )
+    files = (f"{name}.pem", f"{name}.key", "ca.pem")
+    return {option: str(where / file) for option, file in zip(_TLS, files, strict=True)}
 
 
 def lines_for_people(made: dict[str, Any]) -> list[str]:

@@ -162,7 +162,7 @@ class Explanations:
         is_evicted = NAMES[EVICTED] in outcomes or NAMES[OVER_LIMIT] in outcomes
         shown = RequestShown(
             number=self._next,
-            request=_printable(report.request),
+            request=printable(report.request),
             finished_s=round(finished_s, 3),
             tenant=report.tenant,
             session=session.number,
@@ -278,6 +278,6 @@ def _saved_s(report: RequestReport) -> float | None:
     return round((plausible(report.avoided_us) - plausible(report.load_us)) / 1e6, 6)
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Without line breaks, with which a name could forge log lines."""
     return "".join(char if char.isprintable() else "?" for char in name)

@@ -23,7 +23,7 @@ from kvkeep.server import network
 from kvkeep.server.attribution import Attribution
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters
-from kvkeep.server.explain import Explanations
+from kvkeep.server.explain import Explanations, printable
 from kvkeep.server.figures import Figures, plausible
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.log_limits import LineLimit
@@ -325,7 +325,7 @@ class Service:
             if self._lines.allows(client, now_ms / 1000):
                 text = "session %d gets no shared memory, its lock file cannot be made: %s"
                 log.warning(text, number, error)
-        name = _printable(request.client[:_LOGGED_CHARS])
+        name = printable(request.client[:_LOGGED_CHARS])
         session = self.sessions.add(
             number, name, request.pid, watch, now_ms, caller.key, pace, peer
         )
@@ -425,8 +425,8 @@ class Service:
     def _introduce(self, session: ServerSession, request: m.OpenLayout, now_ms: int) -> list[str]:
         """Records the session's identity. Returns which parts of it keep the session from sharing
         with the most similar engine of its model."""
-        session.parts = {_printable(name): _printable(text) for name, text in request.parts.items()}
-        session.role = _printable(request.role)
+        session.parts = {printable(name): printable(text) for name, text in request.parts.items()}
+        session.role = printable(request.role)
         session.identity = request.fingerprint.hex()[:DIGEST_CHARS]
         differs = nearest_difference(session, self.sessions.all())
         role, model = session.role or "a client", session.parts.get("model", "unknown")
@@ -717,16 +717,11 @@ class Service:
 
 
 def _model(parts: Mapping[str, str]) -> str:
-    return _printable(parts.get("model", "")[:_LOGGED_CHARS])
+    return printable(parts.get("model", "")[:_LOGGED_CHARS])
 
 
 def _check_tenant(tenant: str) -> None:
     check_tenant(tenant, "send kvkeep.kv.identity.tenant_of(salt), never the salt itself")
-
-
-def _printable(name: str) -> str:
-    """Without line breaks, with which a name could forge log lines."""
-    return "".join(char if char.isprintable() else "?" for char in name)
 
 
 def _names(session: ServerSession) -> tuple[int, str, int]:
