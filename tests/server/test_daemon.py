@@ -229,29 +229,6 @@ def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
     store_and_load(connect(running.address).attach())
 
 
-def test_a_unix_socket_that_a_killed_daemon_left_is_taken_over(
-    run: Run, connect: Connect, tmp_path: Path
-) -> None:
-    path = tmp_path / "kvkeep.sock"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    store_and_load(connect(run(address=f"ipc://{path}").address).attach())
-
-
-def test_a_file_that_is_no_socket_is_left_alone(make: Make, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("keep me")
-    assert "not a socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
-    assert precious.read_text() == "keep me"
-
-
-def test_a_unix_socket_in_a_directory_that_is_not_there_is_a_clear_error(
-    make: Make, tmp_path: Path
-) -> None:
-    error = refusal(make, SettingsError, address=f"ipc://{tmp_path}/nowhere/socket")
-    assert "No such file" in error.message and f"{tmp_path}/nowhere does not exist" in error.hint
-
-
 def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Make) -> None:
     error = refusal(make, SettingsError, state_dir="/proc/nowhere")
     assert "/proc/nowhere" in error.message and "--state-dir" in error.hint

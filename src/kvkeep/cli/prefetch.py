@@ -85,12 +85,8 @@ def _list(server: Server) -> None:
     said = server.ask("/v1/prefetch")
     rows = [
         (
-            each["number"],
-            each["tenant"],
-            each["state"],
-            each["blocks"],
-            format_size(each["nbytes"]),
-            format_size(each["most_bytes"]),
+            *(each[name] for name in ("number", "tenant", "state", "blocks")),
+            *(format_size(each[name]) for name in ("nbytes", "most_bytes")),
             each["problem"],
         )
         for each in said

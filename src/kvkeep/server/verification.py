@@ -6,7 +6,7 @@ that do not match their checksums are dropped, as on promotion."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -95,19 +95,14 @@ class Verification:
             self._end("failed", problem)
 
     def shown(self) -> VerificationShown:
-        counts = self.counts
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
         return VerificationShown(
-            self._tier,
-            self._state,
-            self._problem,
-            counts.blocks,
-            self._check.total_blocks,
-            counts.nbytes,
-            counts.bad_blocks,
-            counts.unreadable_blocks,
-            dict(counts.bad_by_tenant),
-            round(ended_s - self._began_s, 3),
+            tier=self._tier,
+            state=self._state,
+            problem=self._problem,
+            total_blocks=self._check.total_blocks,
+            seconds=round(ended_s - self._began_s, 3),
+            **asdict(self.counts),
         )
 
     def _end(self, state: str, problem: str = "") -> None:
