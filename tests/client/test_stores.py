@@ -197,7 +197,7 @@ def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given
         "there the answer before says that it is the last"
     )
     assert len(asked) == 12 // blocks_a_part
-    store.depart()
+    store.finish()
     assert ended(store)[0] == min(12, slots)
 
 
@@ -235,7 +235,7 @@ def test_the_end_is_told_though_slots_cannot_be_given_back(
     monkeypatch.setattr(moving.copier, "begin_store", lambda *given, **options: {}[0])
     with pytest.raises(IndexError):
         store.copy()
-    store.depart()  # it does not wait for ever
+    store.finish()  # it does not wait for ever
 
 
 @pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
@@ -316,7 +316,7 @@ def test_a_part_is_completed_while_later_ones_are_read(late: Callable[..., Late]
     world = late()
     request = storing([*range(12)])
     store = world.transfer.storing(request, world.transfer.sources([request])[0])
-    departing = threading.Thread(target=store.depart)
+    departing = threading.Thread(target=store.finish)
     store.begin()
 
     def wait_for_the_first() -> None:
@@ -443,7 +443,7 @@ def test_a_store_that_was_begun_and_no_more_gives_its_slots_back(late: Callable[
     world.sim.run(50)
     assert world.sim.held() == [(0, 1)]
     storing_some.abandon()
-    storing_some.depart()
+    storing_some.finish()
     assert ended(storing_some) == (0, False)
     world.sim.run(50)
     assert world.sim.held() == [(0, 0)] and world.copier.readings == []
