@@ -333,11 +333,9 @@ class Store:
         self._asked: deque[tuple[Part, Call]] = deque()
         self._takes_all = False
 
-    def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
-        """Asks the server for the first slots; in a hurry, for few at first. It answers sooner
-        then, but each part costs the engine: a store that is not too large goes in one part, unless
-        others wait behind it."""
-        self._parts = self._cut_into_parts(hurry, alone)
+    def begin(self) -> None:
+        """Asks the server for the first slots."""
+        self._parts = self._cut_into_parts()
         self._completions = []
         self._takes_all = self._is_over = False
         try:
@@ -504,32 +502,24 @@ class Store:
                 self._more.wait()
             return self._copied.popleft()
 
-    def _cut_into_parts(self, hurry: bool, alone: bool) -> Iterator[Part]:
-        """At least one. Of several, all but the first ones are about as large as each other."""
+    def _cut_into_parts(self) -> Iterator[Part]:
+        """At least one. The first of several is small, because the server answers sooner then; the
+        others are about as large as each other."""
         groups, count = self._groups[0], self.request.blocks
         nbytes = sum(map(self._memory.nbytes, groups))
         copier, welcome = self._memory.copier, self._connection.welcome
-        most = min(
-            _BLOCKS_PER_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_PER_PART
-        )
-        first_sizes = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
-        whole = max(1, min(most, copier.whole_bytes // nbytes))
-        if count <= (first_sizes[-1] if hurry and not alone else whole):
+        limit = welcome.limits.blocks_per_request if welcome else _BLOCKS_PER_PART
+        most = min(_BLOCKS_PER_PART, limit)
+        if count <= max(1, min(most, copier.whole_bytes // nbytes)):
             yield Part(0, count, groups)
             return
-        start = 0
-        for size in first_sizes if hurry else ():
+        first = max(1, min(most, copier.first_bytes // nbytes))
+        yield Part(0, first, groups)
+        left = count - first
+        parts = max(round(left * nbytes / copier.part_bytes), math.ceil(left / most), 1)
+        size = math.ceil(left / parts)
+        for start in range(first, count, size):
             yield Part(start, min(start + size, count), groups)
-            start += size
-        parts = max(
-            round((count - start) * nbytes / copier.part_bytes),
-            math.ceil((count - start) / most),
-            1,
-        )
-        size = math.ceil((count - start) / parts)
-        while start < count:
-            yield Part(start, min(start + size, count), groups)
-            start += size
 
     def _ask_ahead(self) -> None:
         while len(self._asked) < _PARTS_ASKED_FOR and (part := next(self._parts, None)):

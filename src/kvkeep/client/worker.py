@@ -361,16 +361,15 @@ class WorkerAdapter:
         may_begin = self._queued_stores and not self.connection.coming_up
         return self._begun is not None or bool(may_begin)
 
-    def _begin_store(self, *, hurry: bool = True) -> None:
+    def _begin_store(self) -> None:
         """Begins the next one that waits, unless one has begun: the server is asked for slots."""
         while True:
             with self._wake:
                 if self._begun is not None or not self._queued_stores or self._closing:
                     return
                 store = self._queued_stores.popleft()
-                alone = not self._queued_stores
             try:
-                store.begin(hurry=hurry, alone=alone)
+                store.begin()
                 self._begun = store
             except Exception:
                 # guard: whatever goes wrong here is a block that was not stored, never the engine's
@@ -383,7 +382,7 @@ class WorkerAdapter:
         if store is None:
             return
         try:
-            store.copy(partial(self._begin_store, hurry=False), partial(self._let_depart, store))
+            store.copy(self._begin_store, partial(self._let_depart, store))
         except Exception:  # guard: likewise; it departs with what was copied before
             self._failed_inside("store")
 
