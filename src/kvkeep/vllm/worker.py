@@ -19,7 +19,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,17 +70,6 @@ def is_alone(worker: WorkerSide | None) -> bool:
     return worker is not None and here is worker
 
 
-@dataclass
-class _Registered:
-    """What came of a worker's start: its handshake, and unless it refused, what moves its
-    blocks."""
-
-    handshake: Handshake
-    pieces: GroupLayout | None = None
-    adapter: WorkerAdapter | None = None
-    rank: int = 0
-
-
 def _refused(error: KVKeepError) -> Handshake:
     return Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
 
@@ -115,7 +104,7 @@ class WorkerSide:
         self._rank = 0
         # being hashed; then `_start_late` is called with the next step
         self._pending: Weights | None = None
-        self._start_late: Callable[[], _Registered] | None = None
+        self._start_late: Callable[[], None] | None = None
         # what the scheduler knows of the connection to the server
         self._told_trouble: tuple[str, str] | None = None
         self.faults = 0
@@ -163,7 +152,7 @@ class WorkerSide:
         weights.wait(_HASH_PATIENCE_S)
         start = partial(self._start, pieces, memory, strategy, parts, weights)
         if not weights.pending:
-            self._take_over(start())
+            start()
             if self.adapter is not None:
                 self.adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
             return
@@ -177,8 +166,9 @@ class WorkerSide:
         strategy: ParallelStrategy,
         parts: Sequence[Part],
         weights: Weights,
-    ) -> _Registered:
-        """The weights are known, and with them what blocks are called."""
+    ) -> None:
+        """The weights are known, and with them what blocks are called: from now on blocks move. In
+        the engine's thread."""
         try:
             shape = shape_of(self._vllm_config, pieces, strategy, parts, weights.revision)
             adapter = WorkerAdapter(shape, strategy, self._options)
@@ -189,33 +179,28 @@ class WorkerSide:
                 adapter.close()
                 raise
         except KVKeepError as error:
-            return _Registered(_refused(error))
-        return _Registered(Handshake(shape, name=uuid.uuid4().hex), pieces, adapter, strategy.rank)
+            self.handshake = _refused(error)
+            return
+        self.handshake = Handshake(shape, name=uuid.uuid4().hex)
+        self._pieces, self.adapter, self._rank = pieces, adapter, strategy.rank
+        self._may_wait = may_wait(self._vllm_config)
+        _here[self.handshake.name] = self
 
-    def _take_over(self, registered: _Registered) -> None:
-        """In the engine's thread: from now on blocks move."""
-        self.handshake, adapter = registered.handshake, registered.adapter
-        if adapter is not None:
-            self._pieces, self.adapter, self._rank = registered.pieces, adapter, registered.rank
-            self._may_wait = may_wait(self._vllm_config)
-            _here[self.handshake.name] = self
-
-    def _take_over_late(self) -> None:
+    def _start_if_hashed(self) -> None:
         """Starts a worker whose weights have become known meanwhile. In the engine's thread: it is
         on the right GPU and captures no graph now, and as a step begins the engine is awake."""
         start = self._start_late
         if start is None or self._pending is None or self._pending.pending:
             return
         self._start_late = self._pending = None
+        self._is_told = False  # the scheduler knows only that it was pending
         try:
-            registered = start()
+            start()
         except Exception as error:
             # guard: the scheduler must hear that this worker will never be ready
             log.exception("kvkeep: a worker could not be started")
             self.faults += 1
-            registered = _Registered(Handshake(None, f"a worker could not be started: {error}"))
-        self._take_over(registered)
-        self._is_told = False  # the scheduler knows only that it was pending
+            self.handshake = Handshake(None, f"a worker could not be started: {error}")
 
     def first_handshake(self) -> Handshake | None:
         """The handshake, at start-up. None as one of several connectors: MultiConnector would give
@@ -282,7 +267,7 @@ class WorkerSide:
     def handle_preemptions(self, step: Step) -> None:
         """The first that a worker hears of a step, before vLLM zeroes or copies any block for it:
         blocks that stores still have to read are saved. Once for each step."""
-        self._take_over_late()
+        self._start_if_hashed()
         if self.adapter is None or self._saved is step:
             return
         self._saved = step
@@ -300,7 +285,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """Loads begin. `handle_preemptions` comes first, where vLLM has not called it already."""
-        self._take_over_late()
+        self._start_if_hashed()
         for request_id, outcome in step.lost.items():
             self._tell(request_id, outcome)
         if self.adapter is None:
