@@ -250,10 +250,8 @@ def _model(
         weights = random_weights(settings, seed, dtype, device)
     else:
         directory = Path(model)
-        settings, name = (
-            read_settings(directory),
-            "checkpoint",
-        )  # its fingerprint tells it from others, not its place
+        # its fingerprint tells it from others, not its place
+        settings, name = read_settings(directory), "checkpoint"
         weights = load_weights(directory, settings, dtype, device)
     return (MLAModel if settings.kind == "mla" else GQAModel)(settings, weights, name)
 

@@ -138,8 +138,7 @@ class WorkerSide:
             located = error
         except Exception as error:
             # guard: the other ranks wait for this one below; they hear why it is not cached
-            log.exception("kvkeep: the KV of this rank could not be described")
-            self.faults += 1
+            self._failed("kvkeep: the KV of this rank could not be described")
             located = SettingsError(f"the KV of a rank could not be described: {error}")
         try:
             parts = parts_of_all_ranks(located)  # refused or not: the other ranks wait for us here
@@ -198,8 +197,7 @@ class WorkerSide:
             start()
         except Exception as error:
             # guard: the scheduler must hear that this worker will never be ready
-            log.exception("kvkeep: a worker could not be started")
-            self.faults += 1
+            self._failed("kvkeep: a worker could not be started")
             self.handshake = Handshake(None, f"a worker could not be started: {error}")
 
     def first_handshake(self) -> Handshake | None:
@@ -223,10 +221,9 @@ class WorkerSide:
             self.wait_for_save()  # not every rank is told by vLLM that a step is over
             adapter.unregister_kv_caches()
         except Exception:  # guard: whatever failed, nothing may be copied when this returns
-            log.exception(
+            self._failed(
                 "kvkeep: the KV could not be unregistered, so this worker does not cache any more"
             )
-            self.faults += 1
             adapter.close()
         finished = adapter.poll()
         finished.loads.update({job: load.outcome() for job, (_, load) in self._loading.items()})
@@ -249,8 +246,7 @@ class WorkerSide:
             )
         except Exception as error:
             # guard: vLLM goes on; its scheduler hears that this rank does not
-            log.exception("kvkeep: the KV could not be registered again")
-            self.faults += 1
+            self._failed("kvkeep: the KV could not be registered again")
             self.handshake = Handshake(
                 None, f"after vLLM had slept: {getattr(error, 'message', error)}"
             )
@@ -278,8 +274,7 @@ class WorkerSide:
                 self.adapter.withdraw(None)
         except Exception:
             # guard: stores must not read what is written, and the scheduler must hear of them
-            log.exception("kvkeep: a step could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: a step could not be begun")
             self._never_began(step.step.stores)
             self.adapter.withdraw(None)
 
@@ -300,8 +295,7 @@ class WorkerSide:
             try:
                 self.adapter.load(job, load)
             except Exception:  # guard: vLLM waits for this load; it hears that it failed
-                log.exception("kvkeep: a load could not be begun")
-                self.faults += 1
+                self._failed("kvkeep: a load could not be begun")
                 self._take_in(Finished(self._rank, loads={job: load.outcome()}))
 
     def load_now(self, request_id: str, load: LoadRequest) -> LoadOutcome:
@@ -310,8 +304,7 @@ class WorkerSide:
         try:
             return self.adapter.load_now(load, request_id)
         except Exception:  # guard: then it was not begun
-            log.exception("kvkeep: a load could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: a load could not be begun")
             return load.outcome()
 
     def stores_handed_over(self) -> list[Finished]:
@@ -330,8 +323,7 @@ class WorkerSide:
         except Exception:
             # guard: the scheduler must hear of these stores, and those that have begun must not
             # read on
-            log.exception("kvkeep: stores could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: stores could not be begun")
             self._never_began(stores)
             self.adapter.withdraw(None)
 
@@ -427,6 +419,10 @@ class WorkerSide:
         self._start_late = None
         if self.adapter is not None:
             self.adapter.close()
+
+    def _failed(self, message: str) -> None:
+        log.exception(message)
+        self.faults += 1
 
     def _tell(self, request_id: str, outcome: LoadOutcome) -> None:
         """vLLM hears, when it asks next, that the load of this request has ended."""
