@@ -55,10 +55,12 @@ def look_up(connection: Connection, count: int, ids: list[int]) -> LoadRequest:
     )
 
 
-def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, *first: int, whole: int = 0) -> None:
+def in_parts_of(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, first: int = 0, whole: int = 0
+) -> None:
     monkeypatch.setattr(HostCopier, "part_bytes", nbytes)
-    monkeypatch.setattr(HostCopier, "first_bytes", first or (nbytes,))
-    monkeypatch.setattr(HostCopier, "whole_bytes", whole or (*first, nbytes)[0])
+    monkeypatch.setattr(HostCopier, "first_bytes", first or nbytes)
+    monkeypatch.setattr(HostCopier, "whole_bytes", whole or first or nbytes)
 
 
 def prepared_by(sim: Any) -> list[m.PrepareStore]:
@@ -131,37 +133,20 @@ def test_the_first_part_may_be_smaller_than_the_others(
     assert (target[:12] == engine[:12]).all()
 
 
-ALONE, NOT_ALONE, NO_HURRY = {"alone": True}, {"alone": False}, {"hurry": False}
-
-
 @pytest.mark.parametrize(
-    ("first", "whole", "how", "parts"),
+    ("whole", "parts"),
     [
-        # What is not too large goes in one part, unless others wait.
-        *(((2,), 8, ALONE, parts) for parts in ([0], [1], [8], [2, 4, 3], [2, 5, 5])),
-        *(((2,), 8, NOT_ALONE, parts) for parts in ([0], [2], [2, 1], [2, 3, 3])),
-        # Several parts may grow at first.
-        *(((1, 3), 0, NOT_ALONE, parts) for parts in ([3], [1, 3], [1, 3, 1])),
-        *(((1, 3), 0, NOT_ALONE, parts) for parts in ([1, 3, 4, 4], [1, 3, 5, 4])),
-        # The first one is as large as the others where nobody is in a hurry.
-        ((2,), 0, NO_HURRY, [4, 4, 4]),
+        # What is not too large goes in one part.
+        *((8, parts) for parts in ([0], [1], [8], [2, 4, 3], [2, 5, 5])),
+        *((2, parts) for parts in ([0], [2], [2, 1], [2, 3, 3])),
     ],
 )
-def test_the_first_parts_may_be_smaller_than_the_others(
-    sim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    first: tuple[int, ...],
-    whole: int,
-    how: dict[str, bool],
-    parts: list[int],
+def test_the_first_of_several_parts_is_smaller_than_the_others(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, whole: int, parts: list[int]
 ) -> None:
-    sizes = [blocks * NBYTES for blocks in first]
-    in_parts_of(monkeypatch, 4 * NBYTES, *sizes, whole=whole * NBYTES)
-    moving, asked = transfer(sim.connected(), memory()), storing([*range(sum(parts))])
-    store = moving.storing(asked, moving.sources([asked])[0])
-    store.begin(**how)
-    store.copy()
-    assert ended(store) == (sum(parts), True)
+    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES, whole=whole * NBYTES)
+    offered = transfer(sim.connected(), memory()).offer(storing([*range(sum(parts))]))
+    assert offered == (sum(parts), True)
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
 
 
@@ -197,7 +182,7 @@ def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given
         "there the answer before says that it is the last"
     )
     assert len(asked) == 12 // blocks_a_part
-    store.depart()
+    store.finish()
     assert ended(store)[0] == min(12, slots)
 
 
@@ -235,7 +220,7 @@ def test_the_end_is_told_though_slots_cannot_be_given_back(
     monkeypatch.setattr(moving.copier, "begin_store", lambda *given, **options: {}[0])
     with pytest.raises(IndexError):
         store.copy()
-    store.depart()  # it does not wait for ever
+    store.finish()  # it does not wait for ever
 
 
 @pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
@@ -316,7 +301,7 @@ def test_a_part_is_completed_while_later_ones_are_read(late: Callable[..., Late]
     world = late()
     request = storing([*range(12)])
     store = world.transfer.storing(request, world.transfer.sources([request])[0])
-    departing = threading.Thread(target=store.depart)
+    departing = threading.Thread(target=store.finish)
     store.begin()
 
     def wait_for_the_first() -> None:
@@ -443,7 +428,7 @@ def test_a_store_that_was_begun_and_no_more_gives_its_slots_back(late: Callable[
     world.sim.run(50)
     assert world.sim.held() == [(0, 1)]
     storing_some.abandon()
-    storing_some.depart()
+    storing_some.finish()
     assert ended(storing_some) == (0, False)
     world.sim.run(50)
     assert world.sim.held() == [(0, 0)] and world.copier.readings == []

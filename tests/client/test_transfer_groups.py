@@ -165,7 +165,7 @@ def test_a_store_in_parts_is_the_same_as_one_at_once(
 ) -> None:
     for name in ("whole_bytes", "part_bytes"):
         monkeypatch.setattr(HostCopier, name, blocks_a_part * 1000)
-    monkeypatch.setattr(HostCopier, "first_bytes", (blocks_a_part * 1000,))
+    monkeypatch.setattr(HostCopier, "first_bytes", blocks_a_part * 1000)
     assert engine.store(STORED) == (4, True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
@@ -497,7 +497,7 @@ def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_noth
 ) -> None:
     for name in ("whole_bytes", "part_bytes"):
         monkeypatch.setattr(HostCopier, name, 1400)  # two blocks of the first piece
-    monkeypatch.setattr(HostCopier, "first_bytes", (1400,))
+    monkeypatch.setattr(HostCopier, "first_bytes", 1400)
     request = engine.request(STORED)
     sources = engine.transfer.sources([request])[0]
     when_asked(sim, passing, 0, 2, lambda: evacuate(engine, sources, [STORED[0][2]], 0))
@@ -526,7 +526,7 @@ def test_a_store_that_is_given_up_stores_nothing_more(
 @pytest.fixture
 def in_parts_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the second piece; the others one by one."""
-    for name, value in {"part_bytes": 600, "whole_bytes": 600, "first_bytes": (600,)}.items():
+    for name, value in {"part_bytes": 600, "whole_bytes": 600, "first_bytes": 600}.items():
         monkeypatch.setattr(HostCopier, name, value)
 
 

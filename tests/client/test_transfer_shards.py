@@ -119,7 +119,7 @@ def test_in_parts_it_is_the_same(
     connection: Connection, kv: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostCopier, "whole_bytes", 1)
-    monkeypatch.setattr(HostCopier, "first_bytes", (1,))
+    monkeypatch.setattr(HostCopier, "first_bytes", 1)
     monkeypatch.setattr(HostCopier, "part_bytes", sum(SHARD_BYTES))
     assert Engine(connection, 1, kv).ranks[0].store() == (4, True)
     assert (loaded(connection, 2)[IDS] == kv[IDS]).all()

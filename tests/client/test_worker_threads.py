@@ -280,6 +280,87 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
     assert not engine.finished().failed_blocks and engine.has([10, 11, 12], [50, 2, 3])
 
 
+# -- stores on their way
+
+
+def test_a_store_ends_when_it_has_arrived_and_the_server_has_answered(
+    device: Callable[..., Device],
+) -> None:
+    world = device()
+    engine, arrives, answers = world.engine, Gate(), Gate()
+    begin_store, wait = world.copier.begin_store, engine.connection.wait
+
+    def arrive_late(*arguments: Any, **options: Any) -> Any:
+        made = begin_store(*arguments, **options)
+        made.sums = arrives.before(made.sums)
+        return made
+
+    def answer_late(call: Any, *rest: Any) -> Any:
+        if threading.current_thread().name == "kvkeep-departures":
+            answers.pass_through()
+        return wait(call, *rest)
+
+    world.copier.begin_store, engine.connection.wait = arrive_late, answer_late  # type: ignore[method-assign]
+    engine.store("a", [0, 1], "/a")
+    engine.store("b", [2], "/b")
+    assert arrives.reached.wait(30)
+    assert eventually(lambda: len(world.copier.readings) == 2), "another is read meanwhile"
+    assert engine.worker.jobs.stores == 2 and engine.worker.poll() == Finished()
+    arrives.open()
+    assert answers.reached.wait(30)
+    assert engine.worker.jobs.stores == 2 and engine.worker.poll() == Finished()
+    answers.open()
+    assert list(engine.finished(2).stored.items()) == [("a", 2), ("b", 1)], "in order"
+
+
+@pytest.mark.parametrize("breaks", ["sums 0", "wait"])
+def test_a_fault_on_the_way_ends_that_store_alone(
+    device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    monkeypatch.setattr(module.log, "exception", lambda *_: None)
+    world = device(breaks)
+    engine, wait, left = world.engine, world.engine.connection.wait, iter([breaks == "wait"])
+
+    def break_once(call: Any, *rest: Any) -> Any:
+        if threading.current_thread().name == "kvkeep-departures" and next(left, False):
+            raise RuntimeError("the connection broke")
+        return wait(call, *rest)
+
+    monkeypatch.setattr(engine.connection, "wait", break_once)
+    engine.worker.store_all(
+        {
+            name: StoreRequest("default", b"", engine.keys(2, name), np.array([0, 1]))
+            for name in ("bad", "good")
+        }
+    )
+    seen = engine.finished(2)
+    assert (seen.stored, seen.incomplete) == ({"bad": 0, "good": 2}, ["bad"])
+    assert engine.connection.counters.failures["internal_error"] == 1
+
+
+def test_close_waits_for_stores_that_are_on_their_way(device: Callable[..., Device]) -> None:
+    world = device()
+    engine, arrives = world.engine, Gate()
+    begin_store = world.copier.begin_store
+
+    def arrive_late(*arguments: Any, **options: Any) -> Any:
+        made = begin_store(*arguments, **options)
+        made.sums = arrives.before(made.sums)
+        return made
+
+    world.copier.begin_store = arrive_late
+    for name in "abc":
+        engine.store(name, [0, 1], name)
+    assert eventually(lambda: len(world.copier.readings) == 3)
+    closing = threading.Thread(target=engine.worker.close)
+    closing.start()
+    assert engine.worker.jobs.stores == 3
+    arrives.open()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert list(engine.worker.poll().stored.items()) == [("a", 2), ("b", 2), ("c", 2)]
+
+
 # -- many loads
 
 

@@ -177,7 +177,7 @@ def test_a_request_aborted_before_it_was_ever_scheduled_is_a_zero(server: Server
         forget_local(llm)
         for _ in range(20):
             request = llm.engine.add(tokens, kv_transfer_params={KEY: None, OTHER: None})
-            llm.engine.abort(request.id)
+            llm.engine.abort(request.request_id)
             assert (request.finish_reason, request.reply_params) == ("abort", {KEY: 0, OTHER: 0})
             assert llm.engine.step() == [request] and not llm.engine.busy
         llm.engine.check_integrity()
@@ -197,7 +197,7 @@ def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_
         request = llm.engine.add(tokens, kv_transfer_params={KEY: None})
         while not llm.engine.scheduler.loading:
             llm.engine.step()
-        llm.engine.abort(request.id)
+        llm.engine.abort(request.request_id)
         assert request.reply_params == {KEY: 0}
         assert request.metrics.external_cached_tokens == 0
         assert llm.engine.flush()

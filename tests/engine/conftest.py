@@ -293,7 +293,7 @@ class Truth:
     def chain(self, tokens: Sequence[int], salt: str | None = None) -> KeyChain:
         """The keys of these tokens."""
         request = self.engine.add(tokens, SamplingParams(max_tokens=1), salt=salt)
-        self.engine.abort(request.id)
+        self.engine.abort(request.request_id)
         self.engine.step()
         return request.chain
 
@@ -412,13 +412,15 @@ class Rig:
             self.step()
         for request in self.requests:
             if request.finish_reason in ("length", "stop"):
-                assert request.output_tokens == self.answer(request), f"{request.id}: wrong tokens"
+                assert request.output_tokens == self.answer(request), (
+                    f"{request.request_id}: wrong tokens"
+                )
             else:
                 assert request.finish_reason in ("abort", "error")
         assert self.pool.num_free == self.config.num_blocks - 1, "blocks are lost"
         assert not self.engine.has_jobs and not self.cache.leases, "leases are lost"
         if self.scheduler.planner is not None:
-            hints = [request.cached.hints for request in self.requests]
+            hints = [request.hints for request in self.requests]
             over = sum(each.conversation_finished for each in hints)
             assert len(self.cache.finished) == over, "a conversation is finished once"
         for (_, key, shard), content in self.cache.blocks.items():
@@ -452,11 +454,11 @@ class Rig:
         self.engine.check_integrity()
         self._check_prefix_cache()
         for request in self.requests:
-            metrics, state = request.metrics, request.cached
+            metrics = request.metrics
             cached = metrics.local_cached_tokens, metrics.external_cached_tokens
             counts = *cached, metrics.failed_loads, metrics.preemptions
             progress = request.num_computed_tokens, request.remembered_blocks
-            assert min(*counts, *progress, state.jobs, state.loads, state.stored) >= 0
+            assert min(*counts, *progress, request.jobs, request.loads, request.stored) >= 0
         held = [load for rank in self.cache.ranks for load in rank.held_loads.values()]
         assert all(map(self.cache.is_leased, held)), "a lease ended before its load"
 

@@ -80,7 +80,7 @@ def test_a_name_is_given_once_at_a_time(rig: Rigs) -> None:
 def test_a_name_that_a_user_chose_is_not_given_to_another(rig: Rigs) -> None:
     r = rig(cache=False)
     r.add(TOKENS, "request-0")
-    assert r.add(TOKENS).id != "request-0"
+    assert r.add(TOKENS).request_id != "request-0"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_abort_at_every_step_gives_everything_back() -> None:
         request = engine.add(TOKENS, FOUR)
         for _ in range(steps):
             engine.step()
-        engine.abort(request.id)
+        engine.abort(request.request_id)
         if request.finish_reason == "abort":
             assert engine.step() == [request]
         assert not engine.busy
@@ -227,7 +227,7 @@ def test_a_request_that_found_blocks_which_a_failed_step_was_to_fill_begins_agai
     with pytest.raises(MemoryError):
         engine.step()
     if aborted:
-        engine.abort(first.id)
+        engine.abort(first.request_id)
     run(engine, cache)
     assert second.output_tokens == alone(tokens)
     assert aborted or first.output_tokens == alone(PREFIX[:36])

@@ -92,7 +92,7 @@ class Driven:
                 break
             if not self._try_step() and self._aborts:
                 for request in requests:
-                    self.engine.abort(request.id)
+                    self.engine.abort(request.request_id)
                 requests = self._add()
         assert [request.output_tokens for request in requests] == self._answers
         assert {request.finish_reason for request in requests} == {"length"}

@@ -18,7 +18,10 @@ BLOCK_TOKENS = 4
 def request_with(blocks: list[int], computed: int | None = None, name: str = "a") -> Request:
     tokens = [1] * (len(blocks) * BLOCK_TOKENS)
     chain = KeyChain(b"r" * 16, BLOCK_TOKENS)
-    request = Request(name, tokens, SamplingParams(seed=0), chain, status=Status.RUNNING)
+    sampling = SamplingParams(seed=0)
+    request = Request(
+        request_id=name, tokens=tokens, sampling=sampling, chain=chain, status=Status.RUNNING
+    )
     request.block_ids = list(blocks)
     request.num_computed_tokens = len(tokens) if computed is None else computed
     return request

@@ -17,7 +17,8 @@ def request_of(
     tokens: Sequence[int], max_tokens: int = 3, stop: Sequence[int] = (), **options: int
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, seed=0)
-    return Request("a", list(tokens), sampling, KeyChain(ROOT, 4), **options)
+    chain = KeyChain(ROOT, 4)
+    return Request(request_id="a", tokens=list(tokens), sampling=sampling, chain=chain, **options)
 
 
 def test_a_new_request_waits_with_nothing() -> None:

@@ -133,9 +133,13 @@ def test_the_latest_request_of_the_last_priority_is_preempted_first(rig: Rigs) -
         r.add(r.prompt(2, tail=3, which=name), name, priority=priority, max_tokens=16)
     order = []
     while r.engine.busy:
-        before = {each.id: each.metrics.preemptions for each in r.requests}
+        before = {each.request_id: each.metrics.preemptions for each in r.requests}
         r.step()
-        order += [each.id for each in r.requests if each.metrics.preemptions > before[each.id]]
+        order += [
+            each.request_id
+            for each in r.requests
+            if each.metrics.preemptions > before[each.request_id]
+        ]
     assert order[:2] == ["a", "c"] and "b" not in order
     assert r.requests[0].metrics.preemptions == order.count("a")
 
@@ -147,7 +151,7 @@ def test_a_preempted_request_finds_its_own_blocks(rig: Rigs) -> None:
     r.scheduler.preempt(request)
     r.step()
     assert request.local_blocks == 5, "one of generated tokens"
-    assert r.scheduled == {request.id: 2}
+    assert r.scheduled == {request.request_id: 2}
     assert request.metrics.preemptions == 1 and r.cached(request) == (0, 0)
     assert r.run() == {"length"}
 
@@ -169,7 +173,7 @@ def test_a_second_request_finds_the_first_ones_blocks(rig: Rigs) -> None:
     r.run()
     second = r.add(r.prompt(5, end=2))
     r.step()
-    assert r.scheduled == {second.id: 2} and r.cached(second) == (5, 0)
+    assert r.scheduled == {second.request_id: 2} and r.cached(second) == (5, 0)
 
 
 def test_requests_of_one_step_share_what_it_computes(rig: Rigs) -> None:
@@ -186,7 +190,7 @@ def test_at_least_one_token_is_computed(rig: Rigs) -> None:
     r.run()
     second = r.add(prompt)
     r.step()
-    assert r.scheduled == {second.id: BLOCK_TOKENS} and second.local_blocks == 3
+    assert r.scheduled == {second.request_id: BLOCK_TOKENS} and second.local_blocks == 3
 
 
 def test_prefix_caching_can_be_off(rig: Rigs) -> None:
@@ -221,7 +225,7 @@ def test_a_prefix_is_loaded(rig: Rigs, sync_loads: bool) -> None:
     if not sync_loads:
         assert r.scheduled == {} and request.status is Status.WAITING
         r.step()
-    assert r.scheduled == {request.id: 2}
+    assert r.scheduled == {request.request_id: 2}
     r.run()
     assert r.cached(request) == (0, 6) and r.stored == []
 

@@ -28,7 +28,7 @@ def test_abort_before_the_first_step(rig: Rigs) -> None:
     name = "num_lmcache_extra_cached_tokens"
     request = r.add(r.prompt(4), kv_transfer_params={name: None})
     assert len(r.cache.leases) == 1
-    r.engine.abort(request.id)
+    r.engine.abort(request.request_id)
     assert not r.cache.leases and r.engine.busy, "a step hands the request out"
     assert r.step() == [request]
     assert request.finish_reason == "abort" and request.reply_params == {name: 0}
@@ -42,7 +42,7 @@ def test_abort_while_waiting_for_the_lookup(rig: Rigs) -> None:
     request = r.add_stored(4)
     r.step(3)
     assert request.status is Status.WAITING and not r.cache.finished
-    r.engine.abort(request.id)
+    r.engine.abort(request.request_id)
     assert len(r.cache.finished) == 1 and not r.cache.leases
     r.cache.hold_lookups = False
     r.step(2)
@@ -57,7 +57,7 @@ def test_abort_during_load(rig: Rigs, tp_size: int) -> None:
     request = r.add_stored(8)
     r.step(2)
     being_written = set(request.block_ids)
-    r.engine.abort(request.id)
+    r.engine.abort(request.request_id)
     assert r.step() == [request] and request.finish_reason == "abort"
     others = [r.add(r.prompt(2, which=which), max_tokens=9) for which in range(1, 5)]
     for rank in range(tp_size):
@@ -78,7 +78,7 @@ def test_abort_during_a_load_that_then_fails(rig: Rigs, place: int) -> None:
     r.cache.fail(place, rank=1)
     request = r.add_stored(6)
     r.step()
-    r.engine.abort(request.id)
+    r.engine.abort(request.request_id)
     r.step()
     r.cache.release_loads(1)
     r.step()
@@ -99,7 +99,7 @@ def test_abort_between_schedule_and_update(
     request, other = r.add(r.prompt(5), max_tokens=4), r.add(r.prompt(5, end="other"), max_tokens=4)
     r.step(steps)
     tokens = list(request.tokens)
-    setattr(r, hook, lambda *_: r.engine.abort(request.id))
+    setattr(r, hook, lambda *_: r.engine.abort(request.request_id))
     assert request in r.step()
     assert request.finish_reason == "abort" and request.tokens == tokens
     r.run()
@@ -111,10 +111,10 @@ def test_an_abort_of_no_unfinished_request_does_nothing(rig: Rigs) -> None:
     done, aborted = r.add(r.prompt(2), max_tokens=1), r.add(r.prompt(2, which=1))
     r.step()
     for _ in range(2):
-        r.engine.abort(aborted.id)
+        r.engine.abort(aborted.request_id)
     r.engine.abort("unknown")
     assert r.step() == [aborted] and r.step() == []
-    r.engine.abort(done.id)
+    r.engine.abort(done.request_id)
     r.scheduler.abort(done)
     r.scheduler.preempt(done)
     assert r.step() == [] and r.scheduler.unfinished == []
@@ -128,7 +128,7 @@ def test_abort_during_store(rig: Rigs) -> None:
     request = r.add(r.prompt(4), max_tokens=8)
     r.step(2)
     sources = set(request.block_ids[:4])
-    r.engine.abort(request.id)
+    r.engine.abort(request.request_id)
     other = r.add(r.prompt(5, which="other"))
     r.step(2)
     assert sources.isdisjoint(other.block_ids) and not r.cache.finished
@@ -145,10 +145,10 @@ def test_abort_of_all_requests_in_every_state(rig: Rigs) -> None:
     r.step()
     r.add_stored(4, which="loads")
     r.step()
-    r.engine.abort(r.requests[0].id)
+    r.engine.abort(r.requests[0].request_id)
     r.step()
     for request in r.requests:
-        r.engine.abort(request.id)
+        r.engine.abort(request.request_id)
     r.step()
     assert r.run() == {"abort"}
 

@@ -40,7 +40,7 @@ def test_failure_at_each_place(rig: Rigs, places: list[int], sync_loads: bool) -
     request = r.add_stored(8, fail=places)
     r.step()
     good = min(places)
-    assert r.scheduled == ({request.id: 2} if sync_loads else {})
+    assert r.scheduled == ({request.request_id: 2} if sync_loads else {})
     assert request.status is (Status.RUNNING if sync_loads else Status.WAITING)
     assert r.computed() == [good] and r.cached(request) == (0, good)
     assert request.metrics.failed_loads == 1 and request.output_tokens == []
@@ -73,7 +73,7 @@ def test_one_rule_says_what_was_computed_before_the_step(rig: Rigs, sync_loads: 
     r.after_run = lambda output: before.extend(each.num_computed_tokens for each in requests)
     r.step()
     loaded = 6 * BLOCK_TOKENS
-    scheduled = [r.scheduled.get(each.id, 0) for each in requests]
+    scheduled = [r.scheduled.get(each.request_id, 0) for each in requests]
     assert scheduled == ([3, 7] if sync_loads else [0, 0])
     assert before == ([loaded + 3, loaded + 7] if sync_loads else [loaded, 0])
     assert requests[0].num_computed_tokens == 5 * BLOCK_TOKENS, "to just before the bad block"
@@ -253,7 +253,7 @@ def test_no_request_finds_a_bad_block_of_one_that_left_in_the_step(
     request = r.add(prompt)
     setattr(r, hook, lambda *_: getattr(r.scheduler, how)(request))
     assert r.step() == ([request] if how == "abort" else [])
-    assert r.scheduled == {request.id: 3 * BLOCK_TOKENS + 2}
+    assert r.scheduled == {request.request_id: 3 * BLOCK_TOKENS + 2}
     assert r.found(prompt) == 3 and request.block_ids == []
     r.cache.failing.clear()
     again = r.add(prompt)
@@ -329,7 +329,7 @@ def test_a_request_that_waited_for_the_load_of_an_aborted_one(rig: Rigs) -> None
     r.cache.hold_loads = None
     first, second = r.add_stored(6, end=1, fail=[2]), r.add(r.prompt(6, end=2))
     r.step(2)
-    r.engine.abort(first.id)
+    r.engine.abort(first.request_id)
     r.step(2)
     assert second.status is Status.WAITING
     r.cache.release_loads()
@@ -442,7 +442,7 @@ def test_another_takes_over_in_the_middle_of_a_step(rig: Rigs, hook: str, how: s
 def test_requests_that_share_leave_one_after_the_other(rig: Rigs) -> None:
     r = sharing(rig, requests=4, bad=1, max_num_batched_tokens=9)
     for request in r.requests[:3]:
-        r.engine.abort(request.id)
+        r.engine.abort(request.request_id)
         r.step()
     r.step()
     assert "r3" in r.scheduled, "it waits for none of them"
@@ -454,7 +454,7 @@ def test_the_first_is_aborted_in_the_step_that_fails(rig: Rigs) -> None:
     r = rig(sync_loads=True)
     first = r.add_stored(8, end=0, fail=[2])
     others = [r.add(r.prompt(8, end=end)) for end in (1, 2)]
-    r.before_run = lambda: r.engine.abort(first.id)
+    r.before_run = lambda: r.engine.abort(first.request_id)
     r.step()
     assert r.computed(*others) == [2, 8]
     assert r.run() == {"abort", "length"}
@@ -477,7 +477,7 @@ def test_one_recomputes_what_it_shares_and_one_its_own(rig: Rigs) -> None:
     r.step()
     assert r.loads == [(0, 5), (5, 3)] and r.computed(first, second) == [1, 6]
     r.step()
-    assert list(r.scheduled) == [first.id]
+    assert list(r.scheduled) == [first.request_id]
     assert r.run() == {"length"}
 
 

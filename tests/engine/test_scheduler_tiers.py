@@ -135,7 +135,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world: World) -
         for _ in range(steps):
             engine.step()
             world.cache.pass_time(2)
-        engine.abort(request.id)
+        engine.abort(request.request_id)
         world.finish(engine)
         world.cache.check_nothing_held()
         engine.scheduler.pool.forget_all()

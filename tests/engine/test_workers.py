@@ -94,10 +94,14 @@ def step_of(workers: Workers, *blocks: list[int], metadata: StepMetadata | None 
     requests, segments = [], []
     for number, block_ids in enumerate(blocks):
         chain = KeyChain(root_key(workers.shape.identity, None), BLOCK_TOKENS)
-        request = Request(f"r{number}", [5 + number] * 6, SamplingParams(), chain)
+        request = Request(
+            request_id=f"r{number}", tokens=[5 + number] * 6, sampling=SamplingParams(), chain=chain
+        )
         requests.append(request)
-        segments.append(Segment(request.id, None, request.tokens, 0, 6, block_ids))
-    return Step(segments, requests, {each.id: 6 for each in requests}, metadata or StepMetadata())
+        segments.append(Segment(request.request_id, None, request.tokens, 0, 6, block_ids))
+    return Step(
+        segments, requests, {each.request_id: 6 for each in requests}, metadata or StepMetadata()
+    )
 
 
 def test_each_rank_has_its_layers_and_heads_and_its_own_side_of_the_cache() -> None:

@@ -49,7 +49,7 @@ class World:
             self.cache.pass_time(2)
         assert request.finish_reason == "length"
         self.pass_time()
-        shown: RequestShown = self.explanations.find(request.id)
+        shown: RequestShown = self.explanations.find(request.request_id)
         assert sum(shown.outcomes.values()) == shown.blocks == -(-len(prompt) // 4)
         return shown
 
@@ -166,7 +166,7 @@ def test_a_server_that_was_away() -> None:
     assert request.finish_reason == "length"
     world.cache.restart_server()
     world.pass_time()
-    shown = world.explanations.find(request.id)
+    shown = world.explanations.find(request.request_id)
     assert shown.outcomes == {"unreachable": 10, "last": 1}
     assert world.ask(engine).outcomes == {"never_stored": 10, "last": 1}, "the new one is empty"
 
@@ -208,8 +208,8 @@ def test_what_is_being_written() -> None:
     world.ask(engine, PROMPT[:5])
     store, layout = world.cache.server.store, next(iter(world.cache.server.store.layouts))
     ahead = engine.add(PROMPT, SamplingParams(max_tokens=1))
-    keys = addresses(bytes(ahead.cached.keys), layout.fingerprint)
-    engine.abort(ahead.id)
+    keys = addresses(bytes(ahead.keys), layout.fingerprint)
+    engine.abort(ahead.request_id)
     session, first, more = max(store.sessions), keys[:16], keys[16 : 4 * 16]
     store.prepare_store(session, 1 << 40, "default", layout.number, 0, first, more, 0)
     shown = world.ask(engine)

@@ -201,7 +201,7 @@ class Checks:
                 if request.finish_reason == "abort":
                     expected = expected[: len(given)]
                 if given != expected:
-                    text = f"{client.process.name}, {request.id}: {list(given)} instead of {list(expected)}"
+                    text = f"{client.process.name}, {request.request_id}: {list(given)} instead of {list(expected)}"
                     raise Violation("wrong_tokens", text)
                 count += 1
         return count

@@ -402,7 +402,7 @@ _Command = Callable[[Engine, ChaosClient, random.Random], None]
 
 def _abort(engine: Engine, client: ChaosClient, chance: random.Random) -> None:
     if live := [request for _, request in client.turns if not request.finish_reason]:
-        engine.abort(chance.choice(live).id)
+        engine.abort(chance.choice(live).request_id)
 
 
 def _preempt(engine: Engine, client: ChaosClient, chance: random.Random) -> None:

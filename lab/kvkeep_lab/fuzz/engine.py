@@ -118,7 +118,7 @@ class _Watch:
 
     def after_step(self) -> None:
         for request in self._engine.scheduler.running:
-            self.given.computed(request.id, request.num_computed_tokens)
+            self.given.computed(request.request_id, request.num_computed_tokens)
 
 
 class _Stumble(RuntimeError):
@@ -302,7 +302,7 @@ class Fuzz:
         chance = self._random
         if self._live and chance.random() < 0.03:
             engine, turn = chance.choice(self._live)
-            engine.abort(turn.request.id)
+            engine.abort(turn.request.request_id)
         if self._live and chance.random() < 0.03:
             engine, turn = chance.choice(self._live)
             engine.scheduler.preempt(turn.request)
@@ -330,7 +330,7 @@ class Fuzz:
             self._step()
         else:
             raise AssertionError(
-                f"requests are stuck: {[turn.request.id for _, turn in self._live]}"
+                f"requests are stuck: {[turn.request.request_id for _, turn in self._live]}"
             )
         for turn in self._turns:
             self._judge(turn)
@@ -350,27 +350,29 @@ class Fuzz:
         given = request.output_tokens
         if request.finish_reason in ("abort", "error"):
             assert given == turn.reference[: len(given)], (
-                f"{request.id}: wrong tokens before its end: {given}"
+                f"{request.request_id}: wrong tokens before its end: {given}"
             )
             assert (
                 request.finish_reason == "abort" or self._config.kv_load_failure_policy == "fail"
             ), request.error
         else:
-            assert given == turn.reference, f"{request.id}: {given} instead of {turn.reference}"
+            assert given == turn.reference, (
+                f"{request.request_id}: {given} instead of {turn.reference}"
+            )
         cached = metrics.external_cached_tokens
         assert 0 <= cached <= request.prompt_tokens and metrics.local_cached_tokens >= 0, (
-            f"{request.id}: counted wrong"
+            f"{request.request_id}: counted wrong"
         )
         if request.finish_reason not in (
             "abort",
             "error",
         ):  # else a load may have ended after the request was told
-            right = turn.watch.given.tokens(request.id, request.prompt_tokens)
+            right = turn.watch.given.tokens(request.request_id, request.prompt_tokens)
             assert request.reply_params == dict.fromkeys(EXTRA_CACHED_TOKENS, right), (
-                f"{request.id}: told {request.reply_params}, but the cache gave it {right} tokens"
+                f"{request.request_id}: told {request.reply_params}, but the cache gave it {right} tokens"
             )
             assert cached == right, (
-                f"{request.id}: {cached} external tokens, but the cache gave it {right}"
+                f"{request.request_id}: {cached} external tokens, but the cache gave it {right}"
             )
         outcome.requests += 1
         outcome.tokens += len(given)

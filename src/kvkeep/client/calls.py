@@ -66,13 +66,9 @@ class Call:
 
 def gives(message: Message) -> str:
     """What the answer to a message gives, for `Call.gives`."""
-    return (
-        "lease"
-        if isinstance(message, Lookup)
-        else "write"
-        if isinstance(message, PrepareStore)
-        else ""
-    )
+    if isinstance(message, Lookup):
+        return "lease"
+    return "write" if isinstance(message, PrepareStore) else ""
 
 
 @dataclass
@@ -137,10 +133,8 @@ class Debts:
     it."""
 
     def __init__(self) -> None:
-        self._owed: dict[str, dict[int, int]] = {
-            "lease": {},
-            "write": {},
-        }  # number -> tokens loaded under a lease
+        # number -> tokens loaded under a lease
+        self._owed: dict[str, dict[int, int]] = {"lease": {}, "write": {}}
         self._said: list[tuple[Call, str, dict[int, int]]] = []
         self._next_ms = 0
 
@@ -247,21 +241,12 @@ def is_sound_welcome(welcome: Welcome) -> bool:
 
 def is_sound_layout(opened: LayoutOpened, shard_bytes: tuple[int, ...]) -> bool:
     """Whether every shard has a place of its own in a slot."""
-    ends = [
-        0,
-        *(
-            offset + nbytes
-            for offset, nbytes in zip(opened.shard_offsets, shard_bytes, strict=False)
-        ),
-    ]
-    return (
-        len(opened.shard_offsets) == len(shard_bytes)
-        and opened.slot_bytes < 1 << 62
-        and all(
-            end <= offset
-            for end, offset in zip(ends, [*opened.shard_offsets, opened.slot_bytes], strict=True)
-        )
-    )
+    offsets = opened.shard_offsets
+    if len(offsets) != len(shard_bytes) or opened.slot_bytes >= 1 << 62:
+        return False
+    ends = [offset + nbytes for offset, nbytes in zip(offsets, shard_bytes, strict=True)]
+    places = zip([0, *ends], [*offsets, opened.slot_bytes], strict=True)
+    return all(end <= offset for end, offset in places)
 
 
 def read_found(reply: object, keys: bytes, skip: int, shards: int) -> Hit | None:

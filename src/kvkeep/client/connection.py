@@ -167,11 +167,8 @@ class Connection:
         return welcome.epoch if welcome and self.up else 0
 
     @property
-    def verify(
-        self,
-    ) -> (
-        bool
-    ):  # off only where both sides say so: a server may ask for more checks, never for fewer
+    def verify(self) -> bool:
+        """Off only where both sides say so: a server may ask for more checks, never for fewer."""
         welcome = self.welcome
         return self.options.verify or welcome is None or welcome.verify
 
@@ -525,10 +522,7 @@ class Connection:
             case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
                 self.welcome = welcome
                 if self.further_shards and m.SEVERAL_SHARDS not in welcome.capabilities:
-                    self.counters.fail("old_server")
-                    self.refusal = _TOO_OLD
-                    self.start_over()
-                    self.outage.begin(_TOO_OLD, _TOO_OLD)
+                    self._refuse("old_server", _TOO_OLD, _TOO_OLD)
                     return
                 self.state = "attaching"
                 try:
@@ -537,10 +531,7 @@ class Connection:
                         SharedPool.attach(welcome, self.threads, users) if may else None
                     )
                 except UntrustedPool as error:
-                    self.counters.fail("untrusted_pool")
-                    self.refusal = f"{error.message} ({error.hint})"
-                    self.start_over()
-                    self.outage.begin(UNTRUSTED, self.refusal)
+                    self._refuse("untrusted_pool", UNTRUSTED, f"{error.message} ({error.hint})")
                     return
                 plane = m.SHARED_MEMORY if self.shared_pool else m.NETWORK
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
@@ -555,6 +546,13 @@ class Connection:
                 self._tell_differences(opened.differs)
             case state, reply:
                 self._break_off(step, state, reply)
+
+    def _refuse(self, counted: str, why: str, refusal: str) -> None:
+        """This server cannot be used: the session that it has opened is ended."""
+        self.counters.fail(counted)
+        self.refusal = refusal
+        self.start_over()
+        self.outage.begin(why, refusal)
 
     def _opening(self) -> m.OpenLayout:
         shape, (shard, physical) = self.shape, self.physical

@@ -86,8 +86,7 @@ class Copier(Protocol):
     # How large the parts of a store are, about. One block that is lost, or one server that goes,
     # costs a part.
     whole_bytes: int  # no larger than that, it goes in one
-    # else, where nothing else is under way: the sooner the server answers
-    first_bytes: tuple[int, ...]
+    first_bytes: int  # else: no larger than `whole_bytes`
     part_bytes: int  # the others
 
     def mark(self) -> Any: ...
@@ -115,8 +114,7 @@ class HostCopier:
     """For engines in host memory. What the engine did, it has done: there is nothing to wait
     for."""
 
-    whole_bytes, part_bytes = 32 << 20, 256 << 20
-    first_bytes: tuple[int, ...] = (32 << 20,)
+    whole_bytes, first_bytes, part_bytes = 32 << 20, 32 << 20, 256 << 20
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
         self.relocate(pieces)

@@ -2,14 +2,13 @@
 
     begin    asks the server for slots of the first parts
     copy     reads the blocks of each part into its slots, and asks for the next ones meanwhile
-    depart   waits until each part has arrived, and tells the server
-    finish   waits for the server's answers
+    finish   waits until each part has arrived, tells the server, and waits for its answers
 
-One thread begins and copies stores, another lets them depart (`DepartingStores`), so that neither
+One thread begins and copies stores, another finishes them (`kvkeep.client.worker`), so that neither
 the server nor the bus waits for the other.
 
-    store thread      copy A ── copy B ── copy C ──────── settle: A has ended
-    departure thread       └─ A arrives, CompleteStore ─── B arrives, …
+    store thread      copy A ── copy B ── copy C
+    departure thread       └─ A arrives, CompleteStore, answered ── B arrives, …
 
 An engine that keeps its blocks still until a store is reported never evacuates. One that may need a
 block at any moment says so before it writes into it: blocks that were not copied yet are evacuated
@@ -33,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.calls import Call, Plan, read_plan
-from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, EvacuatedBlock, HostCopier, StoreCopy, row_addresses
 from kvkeep.client.rank_memory import GroupMemory, RankMemory
 from kvkeep.client.requests import NO_BLOCK, StoreRequest
@@ -47,8 +45,6 @@ _MOST_EVACUATED_BYTES = 64 << 20  # of all stores together
 _MOST_BYTES_AT_ONCE = 16 << 20  # evacuated before one step: some four milliseconds
 _BLOCKS_PER_PART = 512  # the server takes no more in one store
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
-_IDLE_S = 0.02
-_LOOK_MS = 5
 
 
 class Part(NamedTuple):
@@ -87,24 +83,6 @@ class CopiedBlocks:
         """Waits until all have arrived."""
         if self._copy is not None:
             self._copy.close()
-
-
-class CopiedPart:
-    """The shards of a part that were read, and may still be on their way."""
-
-    def __init__(self, shards: Sequence[CopiedBlocks]) -> None:
-        self._shards = shards
-
-    def checksums(self) -> NDArray[np.uint64]:
-        """Waits until all have arrived. A block's shards are together."""
-        sums = [shard.checksums() for shard in self._shards]
-        return sums[0] if len(sums) == 1 else np.stack(sums, axis=1)
-
-    def close(self) -> None:
-        """Waits until all have arrived."""
-        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
-            for shard in self._shards:
-                all_of_them.callback(shard.close)
 
 
 class SourceBlocks:
@@ -314,10 +292,19 @@ def evacuate(stores: Collection[SourceBlocks], block_ids: Sequence[int]) -> int:
     return taken
 
 
+class _CopiedPart(NamedTuple):
+    """A part that was read: the call that gave its slots, and each of its shards. To leave `pool` is
+    to wait until all have arrived; until then the pool's memory stays ours."""
+
+    call: Call
+    shards: Sequence[CopiedBlocks]
+    pool: contextlib.ExitStack
+
+
 class Store:
     """One store under way, group by group and each group in parts. Only the last group's parts are
-    left to `depart`; those before it end inside `copy`. `copy` and `depart` may run in two threads
-    at once, and another store may begin before this one has departed."""
+    left to `finish`; those before it end inside `copy`. `copy` and `finish` may run in two threads
+    at once, and another store may begin before this one has ended."""
 
     def __init__(
         self,
@@ -332,30 +319,25 @@ class Store:
         self.began_ns = time.time_ns()
         self.written = 0  # blocks, known when it is finished
         self.is_complete = False  # whether the server has all of them now
-        self.has_departed = False  # set by `DepartingStores`, as `has_failed` is
-        self.has_failed = False
         self._memory = memory
         self._connection = memory.connection
         self._deadline_ms = self._connection.options.store_deadline_ms
         self._groups = deque(memory.store_order)  # the first one is under way
-        self._is_over = False  # nothing more is stored
+        self._is_over = False  # nothing more is stored of the group that is under way
         self._more = self._connection.threads.Condition()
         # Of the group that is under way.
         self._unused: list[Call] = []  # slots that no copy goes to yet
-        self._copied: deque[tuple[Call, CopiedPart, contextlib.ExitStack] | None] = deque()
+        self._copied: deque[_CopiedPart | None] = deque()  # None: there is no more
         self._completions: list[tuple[Call, Call]] = []  # PrepareStore, CompleteStore
         self._parts: Iterator[Part] = iter(())  # that the server was not asked about
         self._asked: deque[tuple[Part, Call]] = deque()
         self._takes_all = False
-        self._departs = False
 
-    def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
-        """Asks the server for the first slots; in a hurry, for few at first. It answers sooner
-        then, but each part costs the engine: a store that is not too large goes in one part, unless
-        others wait behind it."""
-        self._parts = self._cut_into_parts(hurry, alone)
+    def begin(self) -> None:
+        """Asks the server for the first slots."""
+        self._parts = self._cut_into_parts()
         self._completions = []
-        self._takes_all = self._departs = False
+        self._takes_all = self._is_over = False
         try:
             self._ask_ahead()
         except BaseException:  # guard: raised again; slots that were asked for go back
@@ -369,26 +351,23 @@ class Store:
     ) -> None:
         """Copies all that the server takes; the last parts may still be on their way afterwards.
         Slots that nothing is copied to go back. Calls `before_last` when the server was asked for
-        the last slots, so that another store can begin; `departing` once, when `depart` may be
+        the last slots, so that another store can begin; `departing` once, when `finish` may be
         called."""
         try:
             while len(self._groups) > 1:
                 self._copy_group()
-                self._depart()
-                self._finish()
+                self.finish()
                 if not self.is_complete:
-                    self._is_over = True
                     return
                 self.is_complete = False
                 self._groups.popleft()
                 self.begin()
         except BaseException:
             # guard: raised again; what was copied before arrives, and is completed or given back
-            self._is_over = True
             self._end_copy()
             with contextlib.suppress(Exception):  # guard: the first fault is the one to report
-                self._depart()
-                self._finish()
+                self.finish()
+            self._is_over = True
             self.is_complete = False
             raise
         finally:
@@ -400,23 +379,33 @@ class Store:
         self._is_over = True
         self._end_copy()
 
-    def depart(self) -> None:
-        """Waits for each part that was copied and tells the server of it. Slots of a part that did
-        not arrive go back."""
-        if not self._is_over:
-            self._depart()
-
-    def unanswered(self) -> Call | None:
-        """A completion that the server has not answered yet, if any."""
-        calls = () if self._is_over else self._completions
-        return next((completion for _, completion in calls if not completion.done), None)
-
     def finish(self) -> None:
-        """Waits for the server's answers; `written` and `is_complete` are right then."""
-        if not self._is_over:
-            if not self._departs:
-                self._depart()
-            self._finish()
+        """Waits until each part that was copied has arrived, tells the server of it, and waits for
+        the answers; `written` and `is_complete` are right then. Slots of a part that did not arrive
+        go back."""
+        if self._is_over:
+            return
+        try:
+            while (part := self._take_copied()) is not None:
+                self._complete(part)
+        except BaseException:
+            # guard: raised again; slots go back when no copy goes there any more
+            while (part := self._take_copied()) is not None:
+                part.pool.close()
+                self._connection.give_up(part.call)
+            raise
+        written, all_done = 0, True
+        for prepared, completion in self._completions:
+            done = self._connection.wait(completion)
+            if isinstance(done, m.Done):
+                written += done.count
+            else:
+                self._connection.give_up(prepared)
+                all_done = False
+        # a block whose shards were stored apart counts once
+        self.written = min(max(self.written, written), self.request.blocks)
+        self.is_complete = self._takes_all and all_done
+        self._is_over = True
 
     def run(self) -> None:
         """All of it, in this thread. Slots that are not filled go back, also when this raises for a
@@ -425,8 +414,7 @@ class Store:
         try:
             self.copy()
         finally:
-            self.depart()
-        self.finish()
+            self.finish()
 
     def _copy_group(self, before_last: Callable[[], None] = lambda: None) -> None:
         try:
@@ -466,12 +454,11 @@ class Store:
                 self._unused.remove(call)
                 continue
             self._let_depart()
-            pool = contextlib.ExitStack()  # the pool's memory stays ours until the part has arrived
-            copied = self._write(call, part, positions, plan, pool)
+            copied = self._write(call, part, positions, plan)
             if copied is None:
                 return False
             self._unused.remove(call)
-            self._put_copied((call, copied, pool))
+            self._put_copied(copied)
         return complete
 
     def _end_copy(self) -> None:
@@ -480,54 +467,26 @@ class Store:
         try:
             for call in unused:
                 self._connection.give_up(call)
-        finally:  # or `depart` would wait for ever
+        finally:  # or `finish` would wait for ever
             self._put_copied(None)
             self._let_depart()
 
-    def _depart(self) -> None:
-        self._departs = True
-        try:
-            while (part := self._take_copied()) is not None:
-                self._complete(*part)
-        except BaseException:
-            # guard: raised again; slots go back when no copy goes there any more
-            while (part := self._take_copied()) is not None:
-                call, copied, pool = part
-                with pool:
-                    copied.close()
-                self._connection.give_up(call)
-            raise
-
-    def _complete(self, call: Call, copied: CopiedPart, pool: contextlib.ExitStack) -> None:
+    def _complete(self, part: _CopiedPart) -> None:
         """Waits until a part has arrived, and tells the server."""
         try:
-            with pool:
-                try:
-                    checksums = copied.checksums()
-                finally:
-                    copied.close()
+            with part.pool:
+                sums = [shard.checksums() for shard in part.shards]
         except BaseException:  # guard: raised again, as above
-            self._connection.give_up(call)
+            self._connection.give_up(part.call)
             raise
+        checksums = sums[0] if len(sums) == 1 else np.stack(sums, axis=1)  # a block's together
         trace = self._connection.carried(self.request.trace)
-        message = m.CompleteStore(call.number, checksums.tobytes(), trace)
-        self._completions.append((call, self._connection.call(message, self._deadline_ms)))
+        message = m.CompleteStore(part.call.number, checksums.tobytes(), trace)
+        completion = self._connection.call(message, self._deadline_ms)
+        self._completions.append((part.call, completion))
 
-    def _finish(self) -> None:
-        written, all_done = 0, True
-        for prepared, completion in self._completions:
-            done = self._connection.wait(completion)
-            if isinstance(done, m.Done):
-                written += done.count
-            else:
-                self._connection.give_up(prepared)
-                all_done = False
-        # a block whose shards were stored apart counts once
-        self.written = min(max(self.written, written), self.request.blocks)
-        self.is_complete = self._takes_all and all_done
-
-    def _put_copied(self, part: tuple[Call, CopiedPart, contextlib.ExitStack] | None) -> None:
-        """None: there is no more. The thread that waits for it is woken by `_let_depart`."""
+    def _put_copied(self, part: _CopiedPart | None) -> None:
+        """The thread that waits for it is woken by `_let_depart`."""
         with self._more:
             self._copied.append(part)
 
@@ -537,38 +496,30 @@ class Store:
         with self._more:
             self._more.notify_all()
 
-    def _take_copied(self) -> tuple[Call, CopiedPart, contextlib.ExitStack] | None:
+    def _take_copied(self) -> _CopiedPart | None:
         with self._more:
             while not self._copied:
                 self._more.wait()
             return self._copied.popleft()
 
-    def _cut_into_parts(self, hurry: bool, alone: bool) -> Iterator[Part]:
-        """At least one. Of several, all but the first ones are about as large as each other."""
+    def _cut_into_parts(self) -> Iterator[Part]:
+        """At least one. The first of several is small, because the server answers sooner then; the
+        others are about as large as each other."""
         groups, count = self._groups[0], self.request.blocks
         nbytes = sum(map(self._memory.nbytes, groups))
         copier, welcome = self._memory.copier, self._connection.welcome
-        most = min(
-            _BLOCKS_PER_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_PER_PART
-        )
-        first_sizes = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
-        whole = max(1, min(most, copier.whole_bytes // nbytes))
-        if count <= (first_sizes[-1] if hurry and not alone else whole):
+        limit = welcome.limits.blocks_per_request if welcome else _BLOCKS_PER_PART
+        most = min(_BLOCKS_PER_PART, limit)
+        if count <= max(1, min(most, copier.whole_bytes // nbytes)):
             yield Part(0, count, groups)
             return
-        start = 0
-        for size in first_sizes if hurry else ():
+        first = max(1, min(most, copier.first_bytes // nbytes))
+        yield Part(0, first, groups)
+        left = count - first
+        parts = max(round(left * nbytes / copier.part_bytes), math.ceil(left / most), 1)
+        size = math.ceil(left / parts)
+        for start in range(first, count, size):
             yield Part(start, min(start + size, count), groups)
-            start += size
-        parts = max(
-            round((count - start) * nbytes / copier.part_bytes),
-            math.ceil((count - start) / most),
-            1,
-        )
-        size = math.ceil((count - start) / parts)
-        while start < count:
-            yield Part(start, min(start + size, count), groups)
-            start += size
 
     def _ask_ahead(self) -> None:
         while len(self._asked) < _PARTS_ASKED_FOR and (part := next(self._parts, None)):
@@ -594,29 +545,22 @@ class Store:
         return call
 
     def _write(
-        self,
-        call: Call,
-        part: Part,
-        positions: NDArray[np.int64],
-        plan: Plan,
-        pool: contextlib.ExitStack,
-    ) -> CopiedPart | None:
+        self, call: Call, part: Part, positions: NDArray[np.int64], plan: Plan
+    ) -> _CopiedPart | None:
         """Copies the blocks that the plan names. None: they could not be written."""
         shards: list[CopiedBlocks] = []
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as copies:
+        with contextlib.ExitStack() as pool:
             for group in part.groups:
                 if len(plan.slots):
                     place = self._memory.addresses(group, plan.slots, call.epoch, call.session)
-                    copied = self._copy_to(group, positions, held.enter_context(place))
+                    copied = self._copy_to(group, positions, pool.enter_context(place))
                 else:
                     copied = self._put(call, part, group, positions)
                 if copied is None:
                     return None
-                copies.callback(copied.close)  # before the pool's memory goes
+                pool.callback(copied.close)  # before the pool's memory goes
                 shards.append(copied)
-            copies.pop_all()
-            pool.push(held.pop_all())
-        return CopiedPart(shards)
+            return _CopiedPart(call, shards, pool.pop_all())
 
     def _copy_to(
         self, group: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64] | None
@@ -662,91 +606,3 @@ class Store:
         if copied is None:
             self._connection.counters.fail("withdrawn")
         return copied
-
-
-class DepartingStores:
-    """Stores whose blocks are read and still on their way. `run` is for a thread of its own; all
-    else is for the thread that stores. `end` is called with each store that has ended, `fail` when
-    something went wrong inside. `wake` is notified whenever there is news for either thread."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        wake: Any,
-        end: Callable[[Store], None],
-        fail: Callable[[str], None],
-    ) -> None:
-        self._connection = connection
-        self._wake = wake
-        self._end = end
-        self._fail = fail
-        self._stores: deque[Store] = deque()  # that have not ended
-        self._closing = False
-
-    def __len__(self) -> int:
-        return len(self._stores)
-
-    def add(self, store: Store) -> None:
-        """Its copies have begun or are about to."""
-        with self._wake:
-            self._stores.append(store)
-            self._wake.notify_all()
-
-    def run(self) -> None:
-        while True:
-            with self._wake:
-                while (store := self._next()) is None:
-                    if self._closing:
-                        return
-                    self._wake.wait()
-            try:
-                store.depart()
-            except Exception:
-                # guard: whatever goes wrong here is a block that was not stored, never the engine's
-                # end
-                store.has_failed = True
-                self._fail("store")
-            with self._wake:
-                store.has_departed = True
-                self._wake.notify_all()
-
-    def _next(self) -> Store | None:
-        return next((store for store in self._stores if not store.has_departed), None)
-
-    def settle(self) -> None:
-        """Ends those that the server has answered."""
-        while self._stores and self._stores[0].has_departed:
-            first = self._stores[0]
-            if not first.has_failed:
-                if first.unanswered() is not None:
-                    return
-                try:
-                    first.finish()
-                except Exception:  # guard: likewise
-                    self._fail("store")
-                    first.has_failed = True
-            if first.has_failed:
-                first.written = 0
-                first.is_complete = False
-            with self._wake:
-                self._stores.popleft()
-            self._end(first)
-
-    def wait(self, more: Callable[[], bool] = lambda: False) -> None:
-        """Until there may be something to settle, or there is `more` to do, or for a moment."""
-        first = self._stores[0]
-        call = first.unanswered() if first.has_departed else None
-        if call is not None:
-            self._connection.wait(call, _LOOK_MS)
-            return
-        with self._wake:
-            self._wake.wait_for(lambda: first.has_departed or more(), _IDLE_S)
-
-    def close(self) -> None:
-        """Nothing more will be added. Waits until all have ended."""
-        while self._stores:
-            self.wait()
-            self.settle()
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()

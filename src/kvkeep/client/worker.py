@@ -32,7 +32,7 @@ from kvkeep.client.rank_memory import (
     physical_fingerprint_of_each,
 )
 from kvkeep.client.requests import Finished, LoadOutcome, LoadRequest, StoreRequest
-from kvkeep.client.stores import DepartingStores, Store, evacuate, source_blocks
+from kvkeep.client.stores import Store, evacuate, source_blocks
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns, by_name, cut_heads
@@ -86,6 +86,8 @@ class WorkerAdapter:
         self._stores: dict[Hashable, Store] = {}  # queued or under way
         self._queued_stores: deque[Store] = deque()
         self._begun: Store | None = None  # the next one to be copied, if the server was asked
+        self._departing: deque[Store] = deque()  # copied, or being copied
+        self._all_copied = False  # no more stores will depart
         self._queued_loads: deque[QueuedLoad] = deque()
         self._arriving: deque[tuple[list[QueuedLoad], Load]] = deque()
         self._all_begun = False  # no more loads will arrive
@@ -94,11 +96,8 @@ class WorkerAdapter:
         threads, lock = self.connection.threads, self.connection.threads.RLock()
         # One lock, and a condition for each that waits: no thread is woken, and takes the
         # interpreter, for another's news.
-        self._wake, self._for_stores, self._for_loads, self._for_arrivals = (
-            threads.Condition(lock) for _ in range(4)
-        )
-        self._departing = DepartingStores(
-            self.connection, self._for_stores, self._end, self._failed_inside
+        self._wake, self._for_stores, self._for_departures, self._for_loads, self._for_arrivals = (
+            threads.Condition(lock) for _ in range(5)
         )
         runs = {"stores": self._run_stores, "loads": self._run_loads}
         runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
@@ -338,46 +337,39 @@ class WorkerAdapter:
         populating = False
         while not self._closing:
             self.connection.poll()
-            self._departing.settle()
-            has_room = len(self._departing) < _STORES_UNDER_WAY
-            # Not while the first session is being made: an engine's first blocks are stored, too.
-            may_begin = has_room and not self.connection.coming_up
             with self._for_stores:
-                has_work = (
-                    (may_begin and self._queued_stores)
-                    or self._closing
-                    or populating
-                    or self._begun
-                    or self._departing
-                )
-                if not has_work:
+                if not (self._may_store() or populating or self._closing):
                     self._for_stores.wait(self.connection.rest_s)
-            if may_begin:
+            if self._may_store():
                 self._begin_store()
-            if self._begun is not None and has_room:
-                store, self._begun = self._begun, None
-                self._copy_store(store)
-            elif self._departing:
-                self._departing.wait(
-                    lambda may_begin=may_begin: may_begin and bool(self._queued_stores)  # type: ignore[misc]
-                )
-            elif not self._registers_pool:
-                populating = self.connection.map_pool_ahead()
+                self._copy_store()
+            else:
+                is_idle = not (self._departing or self._registers_pool)
+                populating = is_idle and self.connection.map_pool_ahead()
         if self._begun is not None:
             self._begun.abandon()
-            self._departing.add(self._begun)
-        self._departing.close()
+            self._end_store(self._begun.job)
+        with self._wake:
+            self._all_copied = True
+            self._for_departures.notify_all()
 
-    def _begin_store(self, *, hurry: bool = True) -> None:
+    def _may_store(self) -> bool:
+        """Whether there is a store to begin or to copy."""
+        if len(self._departing) >= _STORES_UNDER_WAY:
+            return False
+        # Not while the first session is being made: an engine's first blocks are stored, too.
+        may_begin = self._queued_stores and not self.connection.coming_up
+        return self._begun is not None or bool(may_begin)
+
+    def _begin_store(self) -> None:
         """Begins the next one that waits, unless one has begun: the server is asked for slots."""
         while True:
             with self._wake:
                 if self._begun is not None or not self._queued_stores or self._closing:
                     return
                 store = self._queued_stores.popleft()
-                alone = not self._queued_stores
             try:
-                store.begin(hurry=hurry, alone=alone)
+                store.begin()
                 self._begun = store
             except Exception:
                 # guard: whatever goes wrong here is a block that was not stored, never the engine's
@@ -385,15 +377,40 @@ class WorkerAdapter:
                 self._failed_inside("store")
                 self._end_store(store.job)
 
-    def _copy_store(self, store: Store) -> None:
+    def _copy_store(self) -> None:
+        store, self._begun = self._begun, None
+        if store is None:
+            return
         try:
-            store.copy(partial(self._begin_store, hurry=False), lambda: self._departing.add(store))
+            store.copy(self._begin_store, partial(self._let_depart, store))
         except Exception:  # guard: likewise; it departs with what was copied before
             self._failed_inside("store")
 
+    def _let_depart(self, store: Store) -> None:
+        with self._wake:
+            self._departing.append(store)
+            self._for_departures.notify_all()
+
     def _run_departures(self) -> None:
         self._enter()
-        self._departing.run()
+        while True:
+            with self._for_departures:
+                self._for_departures.wait_for(lambda: self._departing or self._all_copied)
+                if not self._departing:
+                    return
+                store = self._departing[0]
+            try:
+                store.finish()
+            except Exception:
+                # guard: whatever goes wrong here is a block that was not stored, never the engine's
+                # end
+                self._failed_inside("store")
+                store.written = 0
+                store.is_complete = False
+            self._end_store(store.job, store.written, is_complete=store.is_complete)
+            with self._for_stores:
+                self._departing.popleft()
+                self._for_stores.notify_all()
 
     def _run_loads(self) -> None:
         self._enter()
@@ -502,9 +519,6 @@ class WorkerAdapter:
             self._end_store(store.job)
         self._queued_loads.clear()
         self._queued_stores.clear()
-
-    def _end(self, store: Store) -> None:
-        self._end_store(store.job, store.written, is_complete=store.is_complete)
 
     def _end_store(self, job: Hashable, written: int = 0, *, is_complete: bool = False) -> None:
         with self._wake:

@@ -27,22 +27,17 @@ from kvkeep.connector.hub_cache import running_copies, sha256_by_name, snapshot_
 from kvkeep.errors import KVKeepError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-NOT_WEIGHTS = (
-    "training_args.bin",
-    "optimizer.bin",
-    "optimizer.pt",
-    "scheduler.pt",
-    "scaler.pt",
-)  # of trainers
+# Of trainers.
+NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 CONFIGS = (
-    *(
-        "config.json",
-        "adapter_config.json",
-        "params.json",
-        "hf_quant_config.json",
-        "quantize_config.json",
-    ),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "config.json",
+    "adapter_config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 INDEX = ".index.json"  # says which files of weights are used
 NAMES_CODE = (*CONFIGS, "tokenizer_config.json")  # may refer to code in other repositories

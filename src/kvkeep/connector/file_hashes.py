@@ -125,12 +125,7 @@ class FileHashes:
         turn, lock = "none", -1
         try:
             with self._opened() as directory:
-                lock = os.open(
-                    "lock",
-                    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-                    0o600,
-                    dir_fd=directory,
-                )
+                lock = _open_in(directory, "lock", os.O_RDWR | os.O_CREAT)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             turn = "ours"
         except BlockingIOError:
@@ -162,12 +157,8 @@ class FileHashes:
         """Takes in what other processes have written since."""
         try:
             with self._opened() as directory:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with open(
-                    "file-hashes",
-                    "rb",
-                    opener=lambda name, _: os.open(name, flags, dir_fd=directory),
-                ) as file:
+                flags = os.O_RDONLY | os.O_NONBLOCK
+                with open(_open_in(directory, "file-hashes", flags), "rb") as file:
                     found = os.fstat(file.fileno())
                     if FileIdentity.of(found) == self._read:
                         return
@@ -199,12 +190,8 @@ class FileHashes:
         content = _HEADER + b"".join(b"%s%s\n" % each for each in self._remembered.items())
         try:
             with self._opened() as directory:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-                with open(
-                    "file-hashes.new",
-                    "wb",
-                    opener=lambda name, _: os.open(name, flags, 0o600, dir_fd=directory),
-                ) as file:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                with open(_open_in(directory, "file-hashes.new", flags), "wb") as file:
                     os.fchmod(file.fileno(), 0o600)
                     file.write(content)
                 os.replace(
@@ -241,6 +228,11 @@ def hashes_of_user() -> FileHashes:
     return hashes_in(os.path.join(cache, "kvkeep"))
 
 
+def _open_in(directory: int, name: str, flags: int) -> int:
+    """A descriptor of that file, and of no link to another one."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+
+
 def _check_owner(found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise PermissionError(1, "it belongs to another user")
@@ -264,7 +256,7 @@ def _put(remembered: dict[bytes, bytes], line: bytes, sha256: bytes) -> None:
 
 def _sha256(path: str, identity: FileIdentity) -> str:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place is not waited for
-    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
+    with open(os.open(path, flags), "rb", buffering=0) as file:
         _check_identity(file.fileno(), path, identity)
         found = _sha256_of(file, identity.size_bytes)
         _check_identity(file.fileno(), path, identity)

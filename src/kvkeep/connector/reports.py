@@ -18,7 +18,6 @@ from hashlib import blake2b
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.request_state import RequestState
 from kvkeep.kv import outcomes
-from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.wire.messages import MAX_REQUEST_CHARS, MAX_RUNS, PROBE_BYTES, RequestReport
 
 REMEMBERED = 4_096  # probes of prompts, of one engine
@@ -109,7 +108,7 @@ def _hash(before: bytes, data: bytes) -> bytes:
 def _runs(state: RequestState, block_tokens: int) -> list[tuple[str, int]]:
     """The outcomes of all blocks of the prompt, the last one included. What follows MAX_RUNS runs
     counts as not known."""
-    runs = [(outcomes.NAMES[number], count) for number, count in runs_of(state.outcomes)]
+    runs = [(outcomes.NAMES[number], count) for number, count in outcomes.runs_of(state.outcomes)]
     if len(runs) > MAX_RUNS - 2:
         rest = sum(count for _, count in runs[MAX_RUNS - 2 :])
         runs = [*runs[: MAX_RUNS - 2], (outcomes.NAMES[outcomes.NOT_KNOWN], rest)]

@@ -34,7 +34,7 @@ from kvkeep.client.calls import Call
 from kvkeep.client.hints import Hints
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.scheduler import Answer, Lookup
-from kvkeep.connector.request_trace import UNTRACED, Untraced
+from kvkeep.connector.request_trace import UNTRACED, RequestTrace
 from kvkeep.errors import RequestError
 from kvkeep.kv import outcomes
 from kvkeep.kv.identity import tenant_of
@@ -96,7 +96,7 @@ class RequestState:
     tokens: Sequence[int] = ()
     adapter: str = ""
     trace_headers: Mapping[str, str] | None = None
-    trace: Untraced = UNTRACED
+    trace: RequestTrace = UNTRACED
     tenant: str = field(init=False)  # "" if the salt is invalid
     outcomes: bytearray = field(init=False)
     arrived_s: float = field(init=False)

@@ -38,66 +38,29 @@ def start_tracing(is_on: bool) -> Tracing | None:
     return Tracing(SERVICE)
 
 
-class Untraced:
-    """What the planner tells of a request. Of one that is not traced: nothing happens."""
+class RequestTrace:
+    """What the planner tells of a request. Without a span of the request nothing happens."""
 
-    is_on = False
-
-    def ask(self, blocks: int) -> str:
-        """The server is asked for these blocks. Returns what the Lookup carries."""
-        return ""
-
-    def wait_for_tier(self, coming: int) -> None:
-        """The request waits for blocks that come from a tier."""
-
-    def decide(
-        self,
-        decision: str,
-        answer: Answer | None = None,
-        *,
-        blocks: int = 0,
-        loading_s: float | None = None,
-        computing_s: float | None = None,
-    ) -> None:
-        """The wait for the answer is over: `blocks` of its blocks are of use, and loading and
-        computing them is expected to take so long. Only the first call after `ask` counts."""
-
-    def begin(self, job: int, request: R) -> R:
-        """A load or store was prepared. Returns it as workers get it."""
-        return request
-
-    def report(
-        self, job: int, rank: int, times: tuple[int, int] | None, outcome: LoadOutcome | None
-    ) -> None:
-        """A rank has done its part, a load with this outcome. `times`: when it began and ended."""
-
-    def end(self, job: int, *, is_complete: bool) -> None:
-        """All ranks have."""
-
-    def finish(self, report: RequestReport | None) -> None:
-        """The request has ended."""
-
-
-UNTRACED = Untraced()
-
-
-class RequestTrace(Untraced):
-    """Of a request that is traced."""
-
-    is_on = True
-
-    def __init__(self, request: Span) -> None:
+    def __init__(self, request: Span | None = None) -> None:
         self._request = request
         self._lookup: Span | None = None
         self._tier_wait: Span | None = None
         self._jobs: dict[int, tuple[Span, str, list[int]]] = {}  # and when ranks ended
 
+    @property
+    def is_on(self) -> bool:
+        return self._request is not None
+
     def ask(self, blocks: int) -> str:
+        """The server is asked for these blocks. Returns what the Lookup carries."""
+        if self._request is None:
+            return ""
         self.decide("asked_again")
         self._lookup = self._request.begin("lookup", kind="client", blocks=blocks)
         return self._lookup.trace
 
     def wait_for_tier(self, coming: int) -> None:
+        """The request waits for blocks that come from a tier."""
         if self._lookup is not None and self._tier_wait is None:
             self._tier_wait = self._lookup.begin("tier_wait", blocks=coming)
 
@@ -110,6 +73,8 @@ class RequestTrace(Untraced):
         loading_s: float | None = None,
         computing_s: float | None = None,
     ) -> None:
+        """The wait for the answer is over: `blocks` of its blocks are of use, and loading and
+        computing them is expected to take so long. Only the first call after `ask` counts."""
         if self._tier_wait is not None:
             self._tier_wait.end()
         if self._lookup is not None:
@@ -125,6 +90,9 @@ class RequestTrace(Untraced):
         self._lookup = self._tier_wait = None
 
     def begin(self, job: int, request: R) -> R:
+        """A load or store was prepared. Returns it as workers get it."""
+        if self._request is None:
+            return request
         name = "load" if isinstance(request, LoadRequest) else "store"
         span = self._request.begin(name, blocks=request.blocks)
         self._jobs[job] = span, name, []
@@ -133,11 +101,14 @@ class RequestTrace(Untraced):
     def report(
         self, job: int, rank: int, times: tuple[int, int] | None, outcome: LoadOutcome | None
     ) -> None:
+        """A rank has done its part, a load with this outcome. `times`: when it began and ended."""
+        if job not in self._jobs:
+            return
         if times is None and outcome is not None and outcome.seconds is not None:
             # The load was made in the scheduler's thread, and has ended this moment.
             now_ns = time.time_ns()
             times = now_ns - int(outcome.seconds * 1e9), now_ns
-        if times is None or job not in self._jobs:
+        if times is None:
             return
         span, name, ended_ns = self._jobs[job]
         ended_ns.append(times[1])
@@ -146,11 +117,16 @@ class RequestTrace(Untraced):
         part.end(times[1], failure=_MISSING if failed else "", failed_blocks=failed)
 
     def end(self, job: int, *, is_complete: bool) -> None:
-        span, _, ended_ns = self._jobs.pop(job)
-        span.end(max(ended_ns, default=None), failure="" if is_complete else _MISSING)
+        """All ranks have."""
+        if job in self._jobs:
+            span, _, ended_ns = self._jobs.pop(job)
+            span.end(max(ended_ns, default=None), failure="" if is_complete else _MISSING)
 
     def finish(self, report: RequestReport | None) -> None:
+        """The request has ended."""
         self.decide("not_awaited")
+        if self._request is None:
+            return
         if report is None:
             self._request.end()
             return
@@ -162,13 +138,16 @@ class RequestTrace(Untraced):
         )
 
 
+UNTRACED = RequestTrace()
+
+
 def begin_trace(
     tracing: Tracing,
     request_id: str,
     tenant: str,
     prompt_tokens: int,
     headers: Mapping[str, str] | None,
-) -> Untraced:
+) -> RequestTrace:
     """The trace of a request that has come. `headers` may name the trace that it is part of."""
     span = tracing.begin(
         "request",

@@ -58,23 +58,30 @@ class ServerBackend:
         self.connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
-        adapter = SchedulerAdapter(shape, self._options)
+        adapter = SchedulerAdapter(shape, self._options, self._connection(shape))
         self.connections.append(adapter.connection)
         return adapter
 
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide:
-        adapter = WorkerAdapter(shape, strategy, self._options)
+        adapter = WorkerAdapter(shape, strategy, self._options, self._connection(shape))
         self.connections.append(adapter.connection)
         return adapter
 
     def connect(self) -> None:
-        _wait_until_up(self.connections)
+        """Waits until all are up, or patience is over for all of them together."""
+        deadline_s = time.monotonic() + CONNECT_PATIENCE_MS / 1000
+        for connection in self.connections:
+            connection.wait_until_up(int((deadline_s - time.monotonic()) * 1000))
 
     def close(self) -> None:
         self.connections.clear()
 
+    def _connection(self, shape: BlockShape) -> Connection | None:
+        """None: each side makes its own."""
+        return None
 
-class NativeBackend:
+
+class NativeBackend(ServerBackend):
     """Host memory of this process: nobody else sees it, and it ends with the engine."""
 
     def __init__(
@@ -85,29 +92,16 @@ class NativeBackend:
         *,
         tracing: bool = False,
     ) -> None:
-        self.load_when = load_when
-        self.tp_shards: int | None = None  # no engine of another size sees it
-        self.tracing = tracing
+        # no engine of another size sees it, so there is nothing to cut heads for
+        super().__init__(options, load_when, tracing=tracing)
         self.server = EmbeddedServer(nbytes)
-        self._options = options or ClientOptions(client=ENGINE)
-        self.connections: list[Connection] = []
-
-    def lookup_side(self, shape: BlockShape) -> LookupSide:
-        return SchedulerAdapter(shape, connection=self._connection(shape))
-
-    def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide:
-        return WorkerAdapter(shape, strategy, connection=self._connection(shape))
-
-    def connect(self) -> None:
-        _wait_until_up(self.connections)
 
     def close(self) -> None:
-        self.connections.clear()
+        super().close()
         self.server.close()
 
     def _connection(self, shape: BlockShape) -> Connection:
-        self.connections.append(self.server.connection(shape, self._options))
-        return self.connections[-1]
+        return self.server.connection(shape, self._options)
 
 
 def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
@@ -127,10 +121,3 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
         return NativeBackend(nbytes, options, load_when(extra), tracing=tracing(extra))
     options = client_options(extra, ENGINE)
     return ServerBackend(options, load_when(extra), tp_shards(extra), tracing=tracing(extra))
-
-
-def _wait_until_up(connections: list[Connection]) -> None:
-    """Until all are up, or patience is over for all of them together."""
-    deadline_s = time.monotonic() + CONNECT_PATIENCE_MS / 1000
-    for connection in connections:
-        connection.wait_until_up(int((deadline_s - time.monotonic()) * 1000))

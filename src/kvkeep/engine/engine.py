@@ -99,7 +99,13 @@ class Engine:
         checked = self._check_tokens(tokens)
         chain = KeyChain(root_key(self.workers.shape.identity, salt), self.config.block_tokens)
         request = Request(
-            name, checked, sampling or SamplingParams(), chain, salt, priority, kv_transfer_params
+            request_id=name,
+            tokens=checked,
+            sampling=sampling or SamplingParams(),
+            chain=chain,
+            salt=salt,
+            priority=priority,
+            kv_transfer_params=kv_transfer_params,
         )
         self._requests[name] = request
         try:
@@ -134,8 +140,8 @@ class Engine:
         self.waits = not step.segments
         for request in self.scheduler.finished:
             # its id may be somebody else's after an abort
-            if self._requests.get(request.id) is request:
-                del self._requests[request.id]
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
         return self.scheduler.take_finished()
 
     def _mend(self, running: Step | None) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class LLM:
                         on_progress(done)
             finally:
                 for request in requests:
-                    self.engine.abort(request.id)
+                    self.engine.abort(request.request_id)
                 self.engine.step()  # hands the last blocks over; they are stored in the background
         return [_completion(request) for request in requests]
 
@@ -186,12 +186,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -255,17 +250,15 @@ def _model(
         weights = random_weights(settings, seed, dtype, device)
     else:
         directory = Path(model)
-        settings, name = (
-            read_settings(directory),
-            "checkpoint",
-        )  # its fingerprint tells it from others, not its place
+        # its fingerprint tells it from others, not its place
+        settings, name = read_settings(directory), "checkpoint"
         weights = load_weights(directory, settings, dtype, device)
     return (MLAModel if settings.kind == "mla" else GQAModel)(settings, weights, name)
 
 
 def _completion(request: Request) -> Completion:
     return Completion(
-        request.id,
+        request.request_id,
         request.output_tokens,
         request.finish_reason,
         request.error,

@@ -23,11 +23,8 @@ from kvkeep.units import GIB
 NATIVE, KVKEEP = "NativeConnector", "KVKeepConnector"
 CPU_BYTES = "cpu_bytes_to_use"
 
-_CONNECTORS = {
-    "native": NATIVE,
-    "kvkeep": KVKEEP,
-    "lmcache": KVKEEP,
-}  # by backend; vLLM's users say the last
+# By backend; vLLM's users say the last.
+_CONNECTORS = {"native": NATIVE, "kvkeep": KVKEEP, "lmcache": KVKEEP}
 _ALIASES = {"LMCacheMPConnector": KVKEEP}  # vLLM's name for an external server's connector
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _ELSEWHERE = {  # vLLM's names for what is called otherwise here

@@ -50,7 +50,7 @@ def truncate(
     affected: list[Affected] = []
     marked: set[int] = set()  # bad blocks that a request before will compute again
     for request in requests:
-        computed = request.num_computed_tokens - num_scheduled_tokens.get(request.id, 0)
+        computed = request.num_computed_tokens - num_scheduled_tokens.get(request.request_id, 0)
         used = request.block_ids[: -(-computed // block_tokens)]
         bad = [index for index, block in enumerate(used) if block in invalid_block_ids]
         if not bad:

@@ -48,13 +48,12 @@ class RequestMetrics:
         return None if self.first_token_s is None else (self.first_token_s - self.arrived_s) * 1e3
 
 
-@dataclass(eq=False)
-class Request:
+@dataclass(eq=False, kw_only=True)
+class Request(RequestState):
     """`tokens` are those of the prompt and all that were generated. Of them the first
     `num_computed_tokens` have their KV in `block_ids`; of those blocks the first
     `remembered_blocks` are in the prefix cache."""
 
-    id: str
     tokens: list[int]
     sampling: SamplingParams
     chain: KeyChain  # the keys of its full blocks; the salt is in their root
@@ -62,7 +61,6 @@ class Request:
     priority: int = 0  # lower ones are served first
     kv_transfer_params: Mapping[str, Any] | None = None
     number: int = 0  # in the order of arrival
-    prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -74,22 +72,18 @@ class Request:
     error: str = ""
     reply_params: dict[str, int] | None = None  # the kv_transfer_params that go back
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    cached: RequestState = field(init=False)  # shared with the planner of the external cache
+    # what follows from the rest
+    hints: Hints = field(init=False)
+    keys: bytearray = field(init=False)
+    prompt_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.chain.extend(self.tokens)
-        hints = Hints.of(self.kv_transfer_params)
-        keys = bytearray(self.chain.keys())
-        self.cached = RequestState(
-            self.id,
-            self.salt,
-            hints,
-            keys,
-            max(0, self.prompt_tokens - 1) // self.chain.block_tokens,
-            prompt_tokens=self.prompt_tokens,
-            tokens=self.tokens,
-        )
+        self.hints = Hints.of(self.kv_transfer_params)
+        self.keys = bytearray(self.chain.keys())
+        self.prompt_blocks = max(0, self.prompt_tokens - 1) // self.chain.block_tokens
+        super().__post_init__()
 
     @property
     def num_tokens(self) -> int:

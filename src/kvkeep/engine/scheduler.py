@@ -59,7 +59,7 @@ class Scheduler:
         self._next_number += 1
         if self.planner is not None:
             local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
-            self.planner.arrive(request.cached, len(local))
+            self.planner.arrive(request, len(local))
         self._enqueue(request)
 
     def abort(self, request: Request) -> None:
@@ -98,7 +98,12 @@ class Scheduler:
             self._admit(plan, budget)
         segments = [
             Segment(
-                each.id, each.salt, each.tokens, each.num_computed_tokens, count, each.block_ids
+                each.request_id,
+                each.salt,
+                each.tokens,
+                each.num_computed_tokens,
+                count,
+                each.block_ids,
             )
             for each, count in plan.items()
         ]
@@ -111,7 +116,7 @@ class Scheduler:
                 self._given, tokens=sum(plan.values()), requests=len(plan)
             )
         return Step(
-            segments, list(plan), {each.id: count for each, count in plan.items()}, metadata
+            segments, list(plan), {each.request_id: count for each, count in plan.items()}, metadata
         )
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -171,8 +176,8 @@ class Scheduler:
                 self._drop_blocks(request)
             return None
         if self.planner is not None:
-            request.cached.hold_local(request.local_blocks)
-            self.planner.start_without_load(request.cached)
+            request.hold_local(request.local_blocks)
+            self.planner.start_without_load(request)
         self._leave_queue(request)
         request.status = Status.RUNNING
         request.admitted = True
@@ -184,13 +189,13 @@ class Scheduler:
         no room for it."""
         local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
         extra = (
-            self.planner.lookup(request.cached, len(local), self._prefix_limit(request))
+            self.planner.lookup(request, len(local), self._prefix_limit(request))
             if self.planner
             else 0
         )
         if extra is None:
             return False
-        request.metrics.skipped_tokens = request.cached.skipped * self.config.block_tokens
+        request.metrics.skipped_tokens = request.skipped * self.config.block_tokens
         self.pool.share(local)
         taken = self.pool.take(extra)
         if taken is None:
@@ -204,7 +209,7 @@ class Scheduler:
             request.admitted = extra > 0  # else not before it runs: there may be no room for it
         if self.planner is None or not extra:
             return True
-        request.load = self.planner.prepare_load(request.cached, len(local), taken)
+        request.load = self.planner.prepare_load(request, len(local), taken)
         # the job's own hold: an abort must not free what is still being written
         self.pool.share(taken)
         if self.config.sync_loads:
@@ -326,7 +331,7 @@ class Scheduler:
         self.pool.release(job.block_ids)
 
     def _count_external(self, request: Request) -> None:
-        request.metrics.external_cached_tokens = request.cached.loaded * self.config.block_tokens
+        request.metrics.external_cached_tokens = request.loaded * self.config.block_tokens
 
     def _take_token(self, request: Request, token: int) -> None:
         self._rebuilding.progress(request, self.config.block_tokens)
@@ -337,7 +342,7 @@ class Scheduler:
                 request.metrics.first_token_s = time.monotonic()
             request.append(token)
             # All keys that are missing: the last step may have failed here.
-            request.cached.keys += request.chain.keys(request.cached.num_blocks)
+            request.keys += request.chain.keys(request.num_blocks)
             reason = request.stop_reason()
         # somebody else may have the same
         is_prompt = request.num_computed_tokens <= request.prompt_tokens
@@ -351,8 +356,8 @@ class Scheduler:
         (`take_given`)."""
         if self.planner is not None:
             full = request.num_computed_tokens // self.config.block_tokens
-            request.cached.hold(full)
-            self.planner.prepare_store(request.cached, request.block_ids, full, at_once=at_once)
+            request.hold(full)
+            self.planner.prepare_store(request, request.block_ids, full, at_once=at_once)
 
     # -- blocks
 
@@ -413,7 +418,7 @@ class Scheduler:
         request.metrics.finished_s = time.monotonic()
         if self.planner is not None:
             self._count_external(request)
-            request.reply_params = self.planner.finish_request(request.cached)
+            request.reply_params = self.planner.finish_request(request)
         self.finished.append(request)
 
     def check_integrity(self) -> None:
@@ -424,12 +429,12 @@ class Scheduler:
         self.pool.check_integrity([*held, *(block for job in loads for block in job.block_ids)])
         for request in self.unfinished:
             assert 0 <= request.num_computed_tokens <= request.num_tokens, (
-                f"{request.id} has computed too much"
+                f"{request.request_id} has computed too much"
             )
             room = len(request.block_ids) * self.config.block_tokens
             assert request.num_computed_tokens <= room, (
-                f"{request.id} has computed more than its blocks hold"
+                f"{request.request_id} has computed more than its blocks hold"
             )
             assert request.remembered_blocks <= len(request.block_ids), (
-                f"{request.id} remembers blocks it lacks"
+                f"{request.request_id} remembers blocks it lacks"
             )

@@ -110,12 +110,8 @@ class Workers:
                 Rank(strategy, model.allocate_kv(strategy, config.num_blocks, config.block_tokens))
                 for strategy in strategies
             ]
-        except (
-            RuntimeError,
-            MemoryError,
-            TypeError,
-            OverflowError,
-        ) as error:  # torch's words for too much
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            # torch's words for too much
             problem = f"there is no memory for num_blocks = {config.num_blocks:.6g}: {error}"
             raise SettingsError(problem.partition("\n")[0], "lower num_blocks") from None
         self.shape = shape_of(model, self.ranks, config.num_blocks, config.block_tokens)

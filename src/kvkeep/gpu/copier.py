@@ -59,8 +59,7 @@ class GpuCopier:
 
     # Each part holds the engine up a dozen times. While the first is on the bus the second one's
     # slots are found.
-    whole_bytes, part_bytes = 1 << 30, 512 << 20
-    first_bytes: tuple[int, ...] = (48 << 20, 128 << 20)
+    whole_bytes, first_bytes, part_bytes = 1 << 30, 128 << 20, 512 << 20
 
     def __init__(
         self,

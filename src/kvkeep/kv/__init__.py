@@ -9,7 +9,5 @@ copy.py      copies between engine memory and slots
 checksum.py  the checksum of a block
 native.py    the C code behind copies, checksums, keys and chains
 outcomes.py  what becomes of each block of a request's prompt, by name
-outcome_runs.py
-             runs of equal outcomes
 presence.py  counts of blocks by key, by which engines see what the server lacks
 """

@@ -270,11 +270,8 @@ def _little_endian(tokens: Tokens) -> bytes:
 def _from_array(tokens: Any) -> bytes:
     try:
         words = np.asarray(tokens)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # a tensor on a GPU, or one that needs a gradient
+    except (TypeError, ValueError, RuntimeError) as error:
+        # a tensor on a GPU, or one that needs a gradient
         raise _bad_tokens(f"cannot be read as an array: {error}") from error
     if words.dtype.kind not in "iu" or words.ndim != 1:
         raise _bad_tokens(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 MAX_PROBES: Final = 32  # of one prompt
 
 # What the engine knows. The numbers are those of `RequestState.outcomes`.
@@ -61,3 +64,18 @@ def probed_blocks(blocks: int) -> list[int]:
     if after and after[-1] != blocks:
         after.append(blocks)
     return after[:MAX_PROBES]
+
+
+def runs_of(outcomes: bytes | bytearray | NDArray[np.uint8]) -> list[tuple[int, int]]:
+    """Each outcome by number, with how many blocks in a row have it: as reports and explanations
+    of requests have them."""
+    found = np.frombuffer(outcomes, dtype=np.uint8)
+    if not len(found):
+        return []
+    # several times as fast as np.diff with values before and behind
+    starts = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist()]
+    stops = [*starts[1:], len(found)]
+    return [
+        (number, stop - start)
+        for number, start, stop in zip(found[starts].tolist(), starts, stops, strict=True)
+    ]

@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.kv.outcomes import (
     BEING_WRITTEN,
     EVICTED,
@@ -21,6 +20,7 @@ from kvkeep.kv.outcomes import (
     REFUSED,
     TOO_LATE,
     WITHHELD,
+    runs_of,
 )
 from kvkeep.server.sessions import ASKED, HIT_BLOCKS, Missed
 from kvkeep.store.store import Store

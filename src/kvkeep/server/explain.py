@@ -17,7 +17,6 @@ import numpy as np
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import differing_parts
-from kvkeep.kv.outcome_runs import runs_of
 from kvkeep.kv.outcomes import (
     EVICTED,
     LACKED,
@@ -34,6 +33,7 @@ from kvkeep.kv.outcomes import (
     OVER_LIMIT,
     REPORTED,
     probed_blocks,
+    runs_of,
 )
 from kvkeep.server.attribution import Attribution, Eviction, Lacked
 from kvkeep.server.figures import MOST_US, plausible

@@ -47,6 +47,7 @@ from kvkeep.connector.step import Completed, Job
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES, addresses
 from kvkeep.vllm import versions
+from kvkeep.vllm.keys import has_extras
 from kvkeep.wire.messages import IN_MEMORY, MAX_DESCRIPTION_BYTES, ON_DISK
 
 MEDIUM = "CPU"  # of memory
@@ -512,12 +513,8 @@ def _extra_keys(
     """What vLLM hashed into each block besides tokens: adapter, images, salt, embeddings. The salt
     is in block 0 only; later blocks are bound to it by their parent."""
     keys: list[tuple[Any, ...] | None] = [None] * (stop - first)
-    is_in_all = (
-        bool(request.mm_features or request.lora_request)
-        or getattr(request, "prompt_embeds", None) is not None
-    )
     next_media = 0
-    for block in range(first, stop if is_in_all else min(stop, 1)):
+    for block in range(first, stop if has_extras(request) else min(stop, 1)):
         start = block * block_tokens
         keys[block - first], next_media = generate_block_hash_extra_keys(
             request, start, start + block_tokens, next_media

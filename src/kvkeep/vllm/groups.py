@@ -97,7 +97,7 @@ def _check_sleep(model: Any) -> None:
 def _group(spec: Any, dcp_size: int) -> CacheGroup:
     """With decode context parallelism a block of the scheduler's spans the tokens of `dcp_size`
     ranks' blocks."""
-    kinds = {_kind(each) for each in _members(spec)}
+    kinds = {_kind(each) for each in members_of(spec)}
     if len(kinds) != 1:
         raise SettingsError(
             f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep"
@@ -114,12 +114,13 @@ def _group(spec: Any, dcp_size: int) -> CacheGroup:
     if kind == "state":
         return CacheGroup("state", spec.block_size)
     reach = max(
-        each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in _members(spec)
+        each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in members_of(spec)
     )
     return CacheGroup("window", spec.block_size, reach)
 
 
-def _members(spec: Any) -> Iterator[Any]:
+def members_of(spec: Any) -> Iterator[Any]:
+    """What the layers of a cache group keep: one for all, or one of each."""
     if isinstance(spec, kvi.UniformTypeKVCacheSpecs):
         yield from spec.kv_cache_specs.values()
     else:
@@ -165,7 +166,7 @@ def locate(
 
 def _check_heads(spec: Any, layers: Mapping[str, Any]) -> None:
     """SettingsError unless the dim that should count KV heads does so in every layer."""
-    heads = {int(getattr(each, "num_kv_heads", 0)) for each in _members(spec)}
+    heads = {int(getattr(each, "num_kv_heads", 0)) for each in members_of(spec)}
     for name, tensor in layers.items():
         shape = tuple(tensor.shape)
         if len(shape) < 4 or shape[_HEAD_DIM] not in heads:

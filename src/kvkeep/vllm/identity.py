@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1 import kv_cache_interface as kvi
 
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.connector.checkpoint import CheckpointDigest
@@ -31,22 +30,23 @@ from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm import versions
 from kvkeep.vllm.attention import summary_of
+from kvkeep.vllm.groups import members_of
 
 log = logging.getLogger(__name__)
 
 # Position embeddings that compute the same whatever max_model_len is; it only sizes their tables.
 _POSITIONS_OF_ANY_LENGTH = (
-    *(
-        "default",
-        "linear",
-        "llama3",
-        "ntk",
-        "proportional",
-        "yarn",
-        "deepseek_yarn",
-        "deepseek_llama_scaling",
-    ),
-    *("mrope", "mllama4", "openpangu"),
+    "default",
+    "linear",
+    "llama3",
+    "ntk",
+    "proportional",
+    "yarn",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+    "mrope",
+    "mllama4",
+    "openpangu",
 )
 _LLAMA4_TUNED_FROM = 32_768  # Llama 4 scales queries where an engine takes longer prompts than that
 _GUESSES_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
@@ -105,15 +105,12 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: GroupLayout) -> 
 def _is_of_one_kind(kv_cache_config: Any) -> bool:
     """Whether all layers keep KV alike. A draft model with KV heads beside a target with MLA does
     not."""
-    specs = [group.kv_cache_spec for group in getattr(kv_cache_config, "kv_cache_groups", ())]
-    kinds: set[tuple[str, int]] = set()
-    for spec in specs:
-        each = (
-            spec.kv_cache_specs.values()
-            if isinstance(spec, kvi.UniformTypeKVCacheSpecs)
-            else [spec]
-        )
-        kinds |= {(type(one).__name__, getattr(one, "num_kv_heads", 0)) for one in each}
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    kinds = {
+        (type(each).__name__, getattr(each, "num_kv_heads", 0))
+        for group in groups
+        for each in members_of(group.kv_cache_spec)
+    }
     return len(kinds) <= 1
 
 
@@ -285,11 +282,8 @@ def _details(vllm_config: Any, encodings: dict[str, str]) -> dict[str, str]:
     speculative = vllm_config.speculative_config
     draft = _draft_model(speculative)
     config = model.hf_config.to_dict()
-    for name in (
-        "_name_or_path",
-        "transformers_version",
-        "max_model_len",
-    ):  # the last one counts as a position
+    # max_model_len counts as a position
+    for name in ("_name_or_path", "transformers_version", "max_model_len"):
         config.pop(name, None)
     return {
         "attention": summary_of(encodings),

@@ -86,11 +86,19 @@ def _counts_media(vllm_config: Any) -> bool:
     return media is not None and not is_hashed
 
 
+def _has_content(request: Any) -> bool:
+    """Whether a prompt has content that its tokens do not show."""
+    return bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None
+
+
+def has_extras(request: Any) -> bool:
+    """Whether vLLM hashes more than tokens with blocks after the first one, which has the salt."""
+    return bool(request.lora_request) or _has_content(request)
+
+
 def tokens_that_say_all(request: Any) -> Sequence[int]:
     """The tokens of a prompt; none if it has content that they do not show."""
-    if request.mm_features or getattr(request, "prompt_embeds", None) is not None:
-        return ()
-    return request.prompt_token_ids or ()
+    return () if _has_content(request) else request.prompt_token_ids or ()
 
 
 class EngineKeys:
@@ -150,19 +158,12 @@ class OwnKeys:
         if stop == start:
             return b""
         new = tokens[start:stop]  # a list of its own
-        blocks = range(known, stop // self._block_tokens if self._has_extras() else min(1, stop))
+        blocks = range(
+            known, stop // self._block_tokens if has_extras(self._request) else min(1, stop)
+        )
         self._chain.extend(new, {block: extra for block in blocks if (extra := self._extra(block))})
         self._last = new[-self._block_tokens :]
         return self._chain.keys(known)
-
-    def _has_extras(self) -> bool:
-        """Whether vLLM would hash more than tokens with blocks after the first one, which has the
-        salt."""
-        request = self._request
-        return (
-            bool(request.mm_features or request.lora_request)
-            or getattr(request, "prompt_embeds", None) is not None
-        )
 
     def _extra(self, block: int) -> bytes:
         start = block * self._block_tokens

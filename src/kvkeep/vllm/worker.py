@@ -19,7 +19,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,17 +70,6 @@ def is_alone(worker: WorkerSide | None) -> bool:
     return worker is not None and here is worker
 
 
-@dataclass
-class _Registered:
-    """What came of a worker's start: its handshake, and unless it refused, what moves its
-    blocks."""
-
-    handshake: Handshake
-    pieces: GroupLayout | None = None
-    adapter: WorkerAdapter | None = None
-    rank: int = 0
-
-
 def _refused(error: KVKeepError) -> Handshake:
     return Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
 
@@ -115,7 +104,7 @@ class WorkerSide:
         self._rank = 0
         # being hashed; then `_start_late` is called with the next step
         self._pending: Weights | None = None
-        self._start_late: Callable[[], _Registered] | None = None
+        self._start_late: Callable[[], None] | None = None
         # what the scheduler knows of the connection to the server
         self._told_trouble: tuple[str, str] | None = None
         self.faults = 0
@@ -149,8 +138,7 @@ class WorkerSide:
             located = error
         except Exception as error:
             # guard: the other ranks wait for this one below; they hear why it is not cached
-            log.exception("kvkeep: the KV of this rank could not be described")
-            self.faults += 1
+            self._failed("kvkeep: the KV of this rank could not be described")
             located = SettingsError(f"the KV of a rank could not be described: {error}")
         try:
             parts = parts_of_all_ranks(located)  # refused or not: the other ranks wait for us here
@@ -163,7 +151,7 @@ class WorkerSide:
         weights.wait(_HASH_PATIENCE_S)
         start = partial(self._start, pieces, memory, strategy, parts, weights)
         if not weights.pending:
-            self._take_over(start())
+            start()
             if self.adapter is not None:
                 self.adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
             return
@@ -177,8 +165,9 @@ class WorkerSide:
         strategy: ParallelStrategy,
         parts: Sequence[Part],
         weights: Weights,
-    ) -> _Registered:
-        """The weights are known, and with them what blocks are called."""
+    ) -> None:
+        """The weights are known, and with them what blocks are called: from now on blocks move. In
+        the engine's thread."""
         try:
             shape = shape_of(self._vllm_config, pieces, strategy, parts, weights.revision)
             adapter = WorkerAdapter(shape, strategy, self._options)
@@ -189,33 +178,27 @@ class WorkerSide:
                 adapter.close()
                 raise
         except KVKeepError as error:
-            return _Registered(_refused(error))
-        return _Registered(Handshake(shape, name=uuid.uuid4().hex), pieces, adapter, strategy.rank)
+            self.handshake = _refused(error)
+            return
+        self.handshake = Handshake(shape, name=uuid.uuid4().hex)
+        self._pieces, self.adapter, self._rank = pieces, adapter, strategy.rank
+        self._may_wait = may_wait(self._vllm_config)
+        _here[self.handshake.name] = self
 
-    def _take_over(self, registered: _Registered) -> None:
-        """In the engine's thread: from now on blocks move."""
-        self.handshake, adapter = registered.handshake, registered.adapter
-        if adapter is not None:
-            self._pieces, self.adapter, self._rank = registered.pieces, adapter, registered.rank
-            self._may_wait = may_wait(self._vllm_config)
-            _here[self.handshake.name] = self
-
-    def _take_over_late(self) -> None:
+    def _start_if_hashed(self) -> None:
         """Starts a worker whose weights have become known meanwhile. In the engine's thread: it is
         on the right GPU and captures no graph now, and as a step begins the engine is awake."""
         start = self._start_late
         if start is None or self._pending is None or self._pending.pending:
             return
         self._start_late = self._pending = None
+        self._is_told = False  # the scheduler knows only that it was pending
         try:
-            registered = start()
+            start()
         except Exception as error:
             # guard: the scheduler must hear that this worker will never be ready
-            log.exception("kvkeep: a worker could not be started")
-            self.faults += 1
-            registered = _Registered(Handshake(None, f"a worker could not be started: {error}"))
-        self._take_over(registered)
-        self._is_told = False  # the scheduler knows only that it was pending
+            self._failed("kvkeep: a worker could not be started")
+            self.handshake = Handshake(None, f"a worker could not be started: {error}")
 
     def first_handshake(self) -> Handshake | None:
         """The handshake, at start-up. None as one of several connectors: MultiConnector would give
@@ -238,10 +221,9 @@ class WorkerSide:
             self.wait_for_save()  # not every rank is told by vLLM that a step is over
             adapter.unregister_kv_caches()
         except Exception:  # guard: whatever failed, nothing may be copied when this returns
-            log.exception(
+            self._failed(
                 "kvkeep: the KV could not be unregistered, so this worker does not cache any more"
             )
-            self.faults += 1
             adapter.close()
         finished = adapter.poll()
         finished.loads.update({job: load.outcome() for job, (_, load) in self._loading.items()})
@@ -264,8 +246,7 @@ class WorkerSide:
             )
         except Exception as error:
             # guard: vLLM goes on; its scheduler hears that this rank does not
-            log.exception("kvkeep: the KV could not be registered again")
-            self.faults += 1
+            self._failed("kvkeep: the KV could not be registered again")
             self.handshake = Handshake(
                 None, f"after vLLM had slept: {getattr(error, 'message', error)}"
             )
@@ -282,7 +263,7 @@ class WorkerSide:
     def handle_preemptions(self, step: Step) -> None:
         """The first that a worker hears of a step, before vLLM zeroes or copies any block for it:
         blocks that stores still have to read are saved. Once for each step."""
-        self._take_over_late()
+        self._start_if_hashed()
         if self.adapter is None or self._saved is step:
             return
         self._saved = step
@@ -293,14 +274,13 @@ class WorkerSide:
                 self.adapter.withdraw(None)
         except Exception:
             # guard: stores must not read what is written, and the scheduler must hear of them
-            log.exception("kvkeep: a step could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: a step could not be begun")
             self._never_began(step.step.stores)
             self.adapter.withdraw(None)
 
     def begin(self, step: Step) -> None:
         """Loads begin. `handle_preemptions` comes first, where vLLM has not called it already."""
-        self._take_over_late()
+        self._start_if_hashed()
         for request_id, outcome in step.lost.items():
             self._tell(request_id, outcome)
         if self.adapter is None:
@@ -315,8 +295,7 @@ class WorkerSide:
             try:
                 self.adapter.load(job, load)
             except Exception:  # guard: vLLM waits for this load; it hears that it failed
-                log.exception("kvkeep: a load could not be begun")
-                self.faults += 1
+                self._failed("kvkeep: a load could not be begun")
                 self._take_in(Finished(self._rank, loads={job: load.outcome()}))
 
     def load_now(self, request_id: str, load: LoadRequest) -> LoadOutcome:
@@ -325,8 +304,7 @@ class WorkerSide:
         try:
             return self.adapter.load_now(load, request_id)
         except Exception:  # guard: then it was not begun
-            log.exception("kvkeep: a load could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: a load could not be begun")
             return load.outcome()
 
     def stores_handed_over(self) -> list[Finished]:
@@ -345,8 +323,7 @@ class WorkerSide:
         except Exception:
             # guard: the scheduler must hear of these stores, and those that have begun must not
             # read on
-            log.exception("kvkeep: stores could not be begun")
-            self.faults += 1
+            self._failed("kvkeep: stores could not be begun")
             self._never_began(stores)
             self.adapter.withdraw(None)
 
@@ -442,6 +419,10 @@ class WorkerSide:
         self._start_late = None
         if self.adapter is not None:
             self.adapter.close()
+
+    def _failed(self, message: str) -> None:
+        log.exception(message)
+        self.faults += 1
 
     def _tell(self, request_id: str, outcome: LoadOutcome) -> None:
         """vLLM hears, when it asks next, that the load of this request has ended."""
