@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,12 @@ import pytest
 
 from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
+from kvkeep.testing.clock import eventually
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
 
 Make = Callable[..., Any]
 NEVER_MS = 1_000_000_000_000  # in simulated time, which passes as fast as a thread can wait
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def look_up(connection: Connection, deadline_ms: int = NEVER_MS) -> Call:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.client.conftest import Transfer
-from tests.client.test_worker_threads import Engine, Gate, eventually
+from tests.client.test_worker_threads import Engine, Gate
 
 from kvkeep.client import loads as loads_module
 from kvkeep.client import worker as worker_module
@@ -22,6 +22,7 @@ from kvkeep.client.loads import BlockingLoader, Load
 from kvkeep.client.rank_memory import GroupMemory
 from kvkeep.client.requests import LoadOutcome, LoadRequest, StoreRequest
 from kvkeep.kv.runs import BlockRuns
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 

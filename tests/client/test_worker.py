@@ -27,6 +27,7 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
@@ -34,16 +35,6 @@ torch: Any = pytest.importorskip("torch")
 
 BLOCKS, TOKENS, HEADS, SIZE = 12, 4, 2, 8
 _models = itertools.count()
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def keys(count: int, name: str = "k") -> bytes:

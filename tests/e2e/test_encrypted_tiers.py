@@ -11,28 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import (
-    POOL,
-    at_rest,
-    counting,
-    engine,
-    eventually,
-    oracle,
-    prompt,
-    serve,
-    without_cache,
-)
+from engines import POOL, at_rest, counting, engine, eventually, oracle, prompt, serve
+from tiered import BLOCKS, FOUND, TOKENS, hit, is_ready, is_written, tiers, written
 
 from kvkeep.cli.remote import ask
-from kvkeep.engine.llm import Prompt
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.shared import tenant_digest
 from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.tier_keys import new_tier_keys
 
-WAITS = {"kvkeep.tier_patience": "wait"}
-BLOCKS = 50  # of a prompt of 203 tokens
 SALT = "summer-2024"  # one that can be guessed
 Start = Callable[..., ServerProcess]
 
@@ -47,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             tier = ("--tier", f"file://{tmp_path / 'shared'}?size=64MiB")
             started = stack.enter_context(ServerProcess(*POOL, *tier, *given))
             # Until it has read the log of clears, which it may be unable to.
-            eventually(lambda: ask(started.http, "/v1/tiers")[0]["state"] == "ok", limit_s=5.0)
+            eventually(lambda: is_ready(started), limit_s=5.0)
             return started
 
         yield run
@@ -61,25 +49,16 @@ def key_file(path: Path, text: str = "") -> Path:
     return new.rename(path)
 
 
-def counts(server: ServerProcess) -> dict[str, int]:
-    return dict(ask(server.http, "/v1/tiers")[-1]["counts"])
-
-
-def store(server: ServerProcess, model: Any, tokens: list[int], blocks: int = BLOCKS) -> None:
+def store(server: ServerProcess, model: Any, tokens: list[int]) -> None:
     """Computes this prompt, which ends up in the tier."""
-    before = counts(server)["written_blocks"]
+    before = written(server)
     with engine(server, model) as one:
         serve(one, [counting(tokens, SALT)])
-    assert eventually(lambda: counts(server)["written_blocks"] >= before + blocks)
+    assert is_written(server, before + BLOCKS)
 
 
-def hit(server: ServerProcess, model: Any, tokens: list[int]) -> int:
-    """How many tokens come from the tier. The answer is right in any case."""
-    with engine(server, model, extra=WAITS) as other:
-        [answer] = serve(other, [counting(tokens, SALT)])
-    assert [answer.token_ids] == without_cache(model, [Prompt(tokens, salt=SALT)])
-    assert answer.metrics.failed_loads == 0
-    return int(answer.metrics.external_cached_tokens)
+def found(server: ServerProcess, model: Any, tokens: list[int]) -> int:
+    return hit(server, model, tokens, SALT)
 
 
 def files(directory: Path) -> dict[Path, bytes]:
@@ -89,7 +68,7 @@ def files(directory: Path) -> dict[Path, bytes]:
 def test_hosts_with_the_keys_share_and_those_without_find_and_disturb_nothing(
     start: Start, tmp_path: Path
 ) -> None:
-    model, tokens = oracle(), prompt(203)
+    model, tokens = oracle(), prompt(TOKENS)
     keys = key_file(tmp_path / "tier.keys")
     one, two = start(keys), start(keys)
     store(one, model, tokens)
@@ -97,16 +76,16 @@ def test_hosts_with_the_keys_share_and_those_without_find_and_disturb_nothing(
     stored = files(tmp_path / "shared" / "v1")
     for other in (None, key_file(tmp_path / "other.keys")):
         stranger = start(other)
-        assert hit(stranger, model, tokens) == 0
-        assert ask(stranger.http, "/v1/tiers")[-1]["state"] == "ok"
+        assert found(stranger, model, tokens) == 0
+        assert is_ready(stranger)
         assert at_rest(stranger)
     assert stored.items() <= files(tmp_path / "shared" / "v1").items(), "they were removed"
-    assert hit(two, model, tokens) == BLOCKS * 4
-    assert counts(two)["promoted_blocks"] == BLOCKS and at_rest(two)
+    assert found(two, model, tokens) == FOUND
+    assert tiers(two)[-1]["counts"]["promoted_blocks"] == BLOCKS and at_rest(two)
 
 
 def test_files_names_and_processes_tell_nothing(start: Start, tmp_path: Path) -> None:
-    model, tokens = oracle(), prompt(203)
+    model, tokens = oracle(), prompt(TOKENS)
     keys = key_file(tmp_path / "tier.keys")
     one = start(keys)
     store(one, model, tokens)
@@ -139,11 +118,11 @@ def test_files_names_and_processes_tell_nothing(start: Start, tmp_path: Path) ->
 
 
 def test_a_clear_reaches_hosts_with_the_keys_only(start: Start, tmp_path: Path) -> None:
-    model, tokens = oracle(), prompt(203)
+    model, tokens = oracle(), prompt(TOKENS)
     keys = key_file(tmp_path / "tier.keys")
     one, two, stranger = start(keys), start(keys), start(None)
     store(one, model, tokens)
-    assert hit(two, model, tokens) == BLOCKS * 4
+    assert found(two, model, tokens) == FOUND
 
     def clear(server: ServerProcess) -> list[str]:
         token = server.state_dir / server.name / "admin.token"
@@ -151,9 +130,9 @@ def test_a_clear_reaches_hosts_with_the_keys_only(start: Start, tmp_path: Path) 
         return list(ask(server.http, path, "DELETE", token_file=token)["unreached"])
 
     assert clear(stranger) == []
-    assert hit(two, model, tokens) == BLOCKS * 4, "it has no key"
+    assert found(two, model, tokens) == FOUND, "it has no key"
     assert clear(one) == []
-    assert hit(two, model, tokens) == 0
+    assert found(two, model, tokens) == 0
 
 
 def test_keys_change_while_servers_run(start: Start, tmp_path: Path) -> None:
@@ -165,7 +144,7 @@ def test_keys_change_while_servers_run(start: Start, tmp_path: Path) -> None:
     paths = [tmp_path / "one.keys", tmp_path / "two.keys"]
     steps = [text, text + more, new + old, new]
     one, two = (start(key_file(path, text)) for path in paths)
-    prompts = iter([prompt(203) for _ in range(3)])
+    prompts = iter([prompt(TOKENS) for _ in range(3)])
     for path, server, other, step in (
         (paths[0], one, two, 1),
         (paths[1], two, one, 1),
@@ -179,8 +158,8 @@ def test_keys_change_while_servers_run(start: Start, tmp_path: Path) -> None:
         if path == paths[0]:
             tokens = next(prompts)
             store(server, model, tokens)
-            assert hit(other, model, tokens) == BLOCKS * 4, f"step {step}"
-    assert ask(one.http, "/v1/tiers")[-1]["state"] == "ok"
+            assert found(other, model, tokens) == FOUND, f"step {step}"
+    assert is_ready(one)
 
 
 def test_a_server_whose_keys_cannot_be_used_does_not_start(start: Start, tmp_path: Path) -> None:
@@ -193,20 +172,20 @@ def test_a_server_whose_keys_cannot_be_used_does_not_start(start: Start, tmp_pat
 
 def test_another_log_is_used_after_a_restart_only(start: Start, tmp_path: Path) -> None:
     """What the server knows of clears is of the log that it has read at the start."""
-    model, tokens = oracle(), prompt(203)
+    model, tokens = oracle(), prompt(TOKENS)
     keys = key_file(tmp_path / "tier.keys")
     one = start(keys)
     store(one, model, tokens)
     key_file(keys, new_tier_keys())
     assert eventually(lambda: "has another entry log" in one.log())
-    tier = lambda: ask(one.http, "/v1/tiers")[-1]  # noqa: E731
-    assert tier()["state"] == "ok", "it goes on with the keys of before"
+    tier = lambda: tiers(one)[-1]  # noqa: E731
+    assert is_ready(one), "it goes on with the keys of before"
     (mover,) = Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split()
     os.kill(int(mover), signal.SIGKILL)
     assert eventually(
         lambda: tier()["state"] == "set aside" and "another entry log" in tier()["problem"]
     )
-    assert hit(one, model, tokens) == BLOCKS * 4, "memory goes on"
+    assert found(one, model, tokens) == FOUND, "memory goes on"
     one.stop(signal.SIGTERM)
     one.start()
-    assert eventually(lambda: tier()["state"] == "ok")
+    assert eventually(lambda: is_ready(one))

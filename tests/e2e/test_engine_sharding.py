@@ -124,36 +124,6 @@ def test_each_distinct_shard_is_stored_once_and_every_rank_loads_its_own(
     assert at_rest(server)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kv_ranks", "storing"),
-    [
-        ({"num_kv_heads": 4}, [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
-        ({"use_mla": True}, [0, 0, 0, 0, 1, 1, 1, 1], [0, 4]),
-        ({"num_kv_heads": 2}, [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 4, 6]),
-    ],
-    ids=["gqa", "mla", "replicas"],
-)
-def test_ranks_of_four_by_two_are_numbered_as_vllm_does(
-    server: ServerProcess, sizes: dict[str, Any], kv_ranks: list[int], storing: list[int]
-) -> None:
-    model, tokens = oracle(**sizes), prompt(22)
-    with engine(server, model, tensor_parallel_size=4, pipeline_parallel_size=2) as llm:
-        ranks = llm.engine.workers.ranks
-        assert [rank.strategy.kv_rank for rank in ranks] == kv_ranks
-        assert [at for at, rank in enumerate(ranks) if rank.strategy.stores] == storing
-        assert [list(rank.kv) for rank in ranks] == [["layers.0"]] * 4 + [["layers.1"]] * 4, (
-            "TP groups are neighbours"
-        )
-        since = Since(server)
-        serve(llm, [tokens], max_tokens=1)
-        assert since.requests("PrepareStore") == len(storing)
-        assert since("stored_blocks") == 5 * len(storing)
-        zero(llm)
-        [warm] = serve(llm, [counting(tokens)])
-    assert warm.kv_transfer_params == {KEY: 20}
-    assert [warm.token_ids] == without_cache(model, [tokens])
-
-
 @pytest.mark.parametrize("kind", ["oracle", "gqa", "mla"])
 def test_an_engine_that_is_cut_otherwise_never_hits(server: ServerProcess, kind: str) -> None:
     """The oracle raises for a byte of another cut."""

@@ -16,7 +16,6 @@ from engines import (
     oracle,
     prompt,
     serve,
-    status,
     tokens_of,
     without_cache,
 )
@@ -24,32 +23,12 @@ from engines import (
 from kvkeep.client.transport import StreamTransport
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
-from kvkeep.wire.address import tcp_host
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep_lab.simulation.strange import server_of_version
 
-# The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler; and
-# what follows them.
-SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
-GREETING = SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-
+SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"  # the first bytes of a ZMTP 3.1 connection
 
 # -- a client of another release
-
-
-def test_clients_that_speak_zmq_are_closed_and_named_once(server: ServerProcess) -> None:
-    where = tcp_host(server.address)
-    assert where is not None
-    for sent in (SIGNATURE, GREETING, GREETING + READY) * 2:
-        with socket.create_connection(where, timeout=30) as old:
-            old.sendall(sent)
-            with contextlib.suppress(ConnectionResetError):
-                assert old.recv(100) == b""
-    [line] = [line for line in server.log().splitlines() if "seems to be" in line]
-    assert "a kvkeep of an earlier release" in line
-    assert "install the same kvkeep release on both sides" in line
-    assert status(server)["counters"]["sessions_opened"] == 0
 
 
 @pytest.mark.parametrize("version", [m.PROTOCOL_VERSION - 1, m.PROTOCOL_VERSION + 1])

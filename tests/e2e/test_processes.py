@@ -77,14 +77,6 @@ def test_a_reader_killed_in_the_middle_of_a_load_gives_its_lease_back(
     assert not list(server.pool.glob("session-*"))
 
 
-def test_several_processes_at_once_never_see_a_wrong_byte(server: ServerProcess) -> None:
-    workers = [Client("work", server.address, seed, 60) for seed in range(4)]
-    said = [worker.receive() for worker in workers]
-    assert [worker.end(60) for worker in workers] == [0, 0, 0, 0]
-    assert [each["wrong"] for each in said] == [0, 0, 0, 0]
-    assert sum(each["got"] for each in said) > 0
-
-
 def test_a_paused_server_costs_a_deadline_and_then_nothing(server: ServerProcess) -> None:
     with clients.connect(server.address, lookup_deadline_ms=100, ping_interval_ms=100) as cache:
         assert stores(cache, TOKENS) == 10

@@ -6,7 +6,6 @@ has all kinds and all faults."""
 from __future__ import annotations
 
 import itertools
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +30,12 @@ from engines import (
 )
 from secret_keys import key_file
 from shared_services import KINDS, SharedService, service
+from tiered import BLOCKS, FOUND, TOKENS, WAITS, is_ready, is_written, restart_cold, tiers, written
 
-from kvkeep.cli.remote import ask
 from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.checked_tier import FRAME_BYTES, HEAD, SEGMENT_BYTES, Checksums
 from kvkeep.units import MIB
 
-WAITS = {"kvkeep.tier_patience": "wait"}
-TOKENS, BLOCKS = 203, 50
-FOUND = BLOCKS * 4  # tokens
 STORED = BLOCKS + 1  # blocks: with what was generated a prompt has one more
 TRIES = 5  # on a busy machine
 MOST_IN_FLIGHT = 16 * MIB  # a quarter of the pool
@@ -51,19 +47,6 @@ MOST_CHAINS = 2 * BURDEN + 8
 def host(running: SharedService, *more: str) -> ServerProcess:
     """A server with memory of its own."""
     return ServerProcess(*POOL, *more, "--tier", running.address, environment=running.environment)
-
-
-def tiers(server: ServerProcess) -> list[dict[str, Any]]:
-    """As operators see them; the shared one is the last."""
-    return list(ask(server.http, "/v1/tiers"))
-
-
-def is_ready(server: ServerProcess) -> bool:
-    return bool(tiers(server)[-1]["state"] == "ok")
-
-
-def written(server: ServerProcess) -> int:
-    return int(tiers(server)[-1]["counts"]["written_blocks"])
 
 
 # -- a host that vanishes
@@ -83,7 +66,7 @@ def test_what_a_host_has_computed_the_other_hits_within_six_seconds_of_its_end(
         engine(other, model, extra=patience) as two,
     ):
         serve(two, [prompt(TOKENS)])
-        assert eventually(lambda: written(other) >= BLOCKS), "it knows what the tier lacks"
+        assert is_written(other), "it knows what the tier lacks"
 
         def is_hit_in_time() -> bool:
             prompts = [prompt(TOKENS) for _ in range(12)]
@@ -91,7 +74,7 @@ def test_what_a_host_has_computed_the_other_hits_within_six_seconds_of_its_end(
             with host(running) as first:
                 with engine(first, model, num_blocks=1024) as one:
                     assert tokens_of(serve(one, prompts)) == expected
-                assert eventually(lambda: written(first) >= len(prompts) * BLOCKS)
+                assert is_written(first, len(prompts) * BLOCKS)
                 first.stop(signal.SIGKILL)
                 ended_s = time.monotonic()
             for tokens, right in zip(prompts, expected, strict=True):
@@ -233,9 +216,7 @@ class Hosts:
                     tier["counts"]["written_blocks"] >= stored for tier in tiers(self.other)
                 )
             )
-        self.other.stop(signal.SIGKILL)
-        shutil.rmtree(self.other.pool)
-        self.other.start()
+        restart_cold(self.other)
 
     def right(self, tokens: list[int]) -> list[int]:
         [answer] = without_cache(self.model, [tokens])

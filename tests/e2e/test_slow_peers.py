@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -216,14 +215,3 @@ def test_http_clients_that_never_read_cost_what_is_counted_and_health_is_answere
         may_grow = UNREAD_KIB + MAX_WORKED_ON * COPIES * size // KIB
         assert most - before < may_grow, f"{(most - before) // KIB} MiB"
         assert asked(server.http, "/healthz")[0] == 200
-
-
-def test_one_who_sends_half_and_then_the_rest_is_served(host: Host) -> None:
-    wire = host.knock()
-    peer = wire.peer().attach()
-    ping = b"".join(encode(Header(peer.session, 50), m.Ping()))
-    for at in range(0, len(ping), 7):
-        wire.stream.socket.send(ping[at : at + 7])
-        time.sleep(0.01)
-    assert wire.hear(PATIENCE_S) is not None
-    wire.stream.close()

@@ -5,7 +5,6 @@ operators see it."""
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,14 +26,11 @@ from engines import (
     without_cache,
 )
 from faulty_server import FaultyServer
+from tiered import BLOCKS, FOUND, TOKENS, WAITS, hit, is_written, restart_cold, tiers
 
-from kvkeep.cli.remote import ask
 from kvkeep.engine.llm import LLM
 from kvkeep.units import MIB
 
-WAITS = {"kvkeep.tier_patience": "wait"}
-TOKENS, BLOCKS = 203, 50
-FOUND = BLOCKS * 4
 MOST_IN_FLIGHT = 16 * MIB  # a quarter of the pool
 MOST_GROWTH = 16 * MIB
 Shown = Callable[[dict[str, Any]], bool]
@@ -97,21 +93,6 @@ FAULTS = {
 }
 
 
-def tier_of(server: FaultyServer) -> dict[str, Any]:
-    [shown] = ask(server.http, "/v1/tiers")
-    return dict(shown)
-
-
-def is_on_disk(server: FaultyServer, blocks: int) -> bool:
-    return eventually(lambda: tier_of(server)["counts"]["written_blocks"] >= blocks)
-
-
-def restart_cold(server: FaultyServer) -> None:
-    server.stop(signal.SIGKILL)
-    shutil.rmtree(server.pool)
-    server.start()
-
-
 class Bystander:
     """A prompt whose blocks stay in memory, whatever the disk does."""
 
@@ -133,7 +114,7 @@ def burden(llm: LLM, server: FaultyServer, model: Any, prompts: int) -> None:
     for _ in range(prompts):
         tokens = prompt(TOKENS)
         assert tokens_of(serve(llm, [tokens])) == without_cache(model, [tokens])
-        tier = tier_of(server)
+        tier = tiers(server)[-1]
         assert tier["in_flight_bytes"] <= MOST_IN_FLIGHT
         assert tier["promotions"] <= 4 and tier["to_write_chains"] <= 2 * prompts + 8
 
@@ -147,11 +128,11 @@ def test_a_faulty_disk_is_a_miss_that_operators_see(
     with FaultyServer(tmp_path / "tier", *POOL) as server:
         with engine(server, model) as one:
             serve(one, [lost])
-        assert is_on_disk(server, BLOCKS)
+        assert is_written(server)
         restart_cold(server)
         with engine(server, model, extra=WAITS) as llm:
             bystander = Bystander(llm, model)
-            assert is_on_disk(server, BLOCKS)
+            assert is_written(server)
             with fault.begin(server, tmp_path / "tier"):
                 [answer] = serve(llm, [counting(lost)])
                 assert [answer.token_ids] == expected and answer.metrics.failed_loads == 0
@@ -161,7 +142,7 @@ def test_a_faulty_disk_is_a_miss_that_operators_see(
                 before = server.resident_bytes()
                 burden(llm, server, model, 10)
                 assert server.resident_bytes() < before + MOST_GROWTH
-                assert eventually(lambda: fault.is_shown(tier_of(server))), tier_of(server)
+                assert eventually(lambda: fault.is_shown(tiers(server)[-1])), tiers(server)[-1]
                 assert bystander.is_served_from_memory()
                 assert eventually(
                     lambda: fault.text in kvkeep("tiers", "--http", server.http).stdout
@@ -176,17 +157,14 @@ def test_half_of_what_was_written_is_missing(tmp_path: Path) -> None:
     with FaultyServer(tmp_path / "tier", *POOL) as server:
         with server.fault(half_write=""), engine(server, model) as one:
             serve(one, [lost])
-            assert is_on_disk(server, BLOCKS)
+            assert is_written(server)
         restart_cold(server)
         with engine(server, model, extra=WAITS) as llm:
             [answer] = serve(llm, [counting(lost)])
             assert [answer.token_ids] == expected and answer.metrics.failed_loads == 0
             assert answer.metrics.external_cached_tokens < FOUND
-            assert tier_of(server)["counts"]["bad_blocks"] > 0
+            assert tiers(server)[-1]["counts"]["bad_blocks"] > 0
             # What was missing is stored again, and then the disk has all of it.
-            assert eventually(lambda: tier_of(server)["blocks"] >= BLOCKS)
+            assert eventually(lambda: tiers(server)[-1]["blocks"] >= BLOCKS)
         restart_cold(server)
-        with engine(server, model, extra=WAITS) as llm:
-            [again] = serve(llm, [counting(lost)])
-            assert [again.token_ids] == expected
-            assert again.metrics.external_cached_tokens == FOUND
+        assert hit(server, model, lost) == FOUND

@@ -1,11 +1,13 @@
-"""Blocks that outlive memory on a disk: engine A stores, the server's memory is lost, engine B loads
-from the disk. Real processes, a real directory, the oracle model."""
+"""Blocks that outlive memory in a tier. On a disk: engine A stores, the server's memory is lost, and
+engine B loads them. In a shared directory: B's host has a memory of its own. Real processes, real
+directories, the oracle model. Other kinds of shared tiers: test_shared_services.py."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,19 @@ from engines import (
     without_cache,
 )
 from tests.client.test_pool_events import Reader
+from tiered import (
+    BLOCKS,
+    FOUND,
+    TOKENS,
+    WAITS,
+    hit,
+    is_ready,
+    is_written,
+    restart_cold,
+    tiers,
+    waiting_engine,
+)
 
-from kvkeep.cli.remote import ask
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pool_events import Descriptions, PoolFeed
@@ -41,134 +54,168 @@ from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
-WAITS = {"kvkeep.tier_patience": "wait"}
-BLOCKS = 50  # of a prompt of 203 tokens
+
+class Place:
+    """A tier. `writer` is a server that stores into it; `lose_memory` returns one that has in the
+    tier alone what was stored."""
+
+    def __init__(self, kind: str, directory: Path, ends: ExitStack) -> None:
+        scheme = {"disk": "disk", "shared": "file"}[kind]
+        tier = ("--tier", f"{scheme}://{directory / 'tier'}?size=64MiB")
+        self.writer = ends.enter_context(ServerProcess(*POOL, *tier))
+        other = kind == "shared"
+        self._other = ends.enter_context(ServerProcess(*POOL, *tier)) if other else None
+        assert eventually(lambda: all(map(is_ready, filter(None, (self.writer, self._other)))))
+
+    def store(self, model: Any, *prompts: Any, blocks: int = BLOCKS, **options: Any) -> Any:
+        """Computes these, until the tier has so many blocks. Returns the tokens."""
+        with engine(self.writer, model, **options) as llm:
+            answers = serve(llm, prompts)
+            assert is_written(self.writer, blocks)
+        return tokens_of(answers)
+
+    def lose_memory(self) -> ServerProcess:
+        if self._other is None:
+            restart_cold(self.writer)
+            return self.writer
+        self.writer.stop(signal.SIGKILL)
+        return self._other
 
 
-def server_with_disk(directory: Path) -> ServerProcess:
-    return ServerProcess(*POOL, "--tier", f"disk://{directory / 'tier'}?size=64MiB")
+def places(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("place", kinds, indirect=True)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_with_disk(tmp_path) as running:
-        yield running
-        assert at_rest(running), "a lease or a write outlived its request"
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with ExitStack() as ends:
+        made = Place(request.param, tmp_path, ends)
+        yield made
+        assert at_rest(made._other or made.writer), "a lease or a write outlived its request"
 
 
-def tier(server: ServerProcess) -> dict[str, Any]:
-    [shown] = ask(server.http, "/v1/tiers")
-    return dict(shown)
-
-
-def is_on_disk(server: ServerProcess, blocks: int) -> bool:
-    return eventually(lambda: tier(server)["counts"]["written_blocks"] >= blocks)
-
-
-def restart_cold(server: ServerProcess) -> None:
-    """As if the host had been restarted: the process is gone, and all of its shared memory."""
-    server.stop(signal.SIGKILL)
-    shutil.rmtree(server.pool)
-    server.start()
-
-
-def test_an_engine_loads_from_disk_what_another_stored_before_memory_was_lost(
-    server: ServerProcess,
-) -> None:
-    model, tokens = oracle(), prompt(203)
-    expected = without_cache(model, [tokens])
-    with engine(server, model) as one:
-        assert tokens_of(serve(one, [tokens])) == expected
-    assert is_on_disk(server, BLOCKS)
-    restart_cold(server)
-    with engine(server, model, extra=WAITS) as other:
+@places("disk", "shared")
+@pytest.mark.parametrize("kind", ["oracle", "gqa"])
+def test_an_engine_loads_what_another_has_stored(place: Place, kind: str) -> None:
+    """Also a real model of two ranks, each with shards of its own."""
+    model: Any = oracle() if kind == "oracle" else GQA
+    own = {} if kind == "oracle" else {"seed": seed()}
+    ranks = own if kind == "oracle" else {**own, "tensor_parallel_size": 2}
+    tokens = prompt(TOKENS)
+    expected = without_cache(model, [tokens], **own)
+    assert place.store(model, tokens, **ranks) == expected
+    with waiting_engine(place.lose_memory(), model, **ranks) as other:
         [answer] = serve(other, [counting(tokens)])
     assert [answer.token_ids] == expected
-    assert answer.metrics.external_cached_tokens == BLOCKS * 4
+    assert answer.metrics.external_cached_tokens == FOUND
     assert answer.metrics.failed_loads == 0
 
 
-def test_a_real_model_and_several_ranks_read_their_own_shards_back(server: ServerProcess) -> None:
-    sizes, number, tokens = GQA, seed(), prompt(203)
-    expected = without_cache(sizes, [tokens], seed=number)
-    ranks = {"seed": number, "tensor_parallel_size": 2}
-    with engine(server, sizes, **ranks) as one:
-        assert tokens_of(serve(one, [tokens])) == expected
-    assert is_on_disk(server, BLOCKS)
-    restart_cold(server)
-    with engine(server, sizes, extra=WAITS, **ranks) as other:
+@places("shared")
+@pytest.mark.parametrize(("stores", "hits"), [(2, 4), (4, 1)])
+def test_hosts_with_engines_of_several_tensor_parallel_sizes_share(
+    place: Place, stores: int, hits: int
+) -> None:
+    model, tokens, cut = oracle(num_kv_heads=4), prompt(TOKENS), {"kvkeep.tp_shards": 4}
+    expected = without_cache(model, [tokens])
+    assert place.store(model, tokens, tensor_parallel_size=stores, extra=cut) == expected
+    server, ranks = place.lose_memory(), {"tensor_parallel_size": hits}
+    with waiting_engine(server, model, extra=cut, **ranks) as other:
         [answer] = serve(other, [counting(tokens)])
     assert [answer.token_ids] == expected
-    assert answer.metrics.external_cached_tokens == BLOCKS * 4
+    assert answer.metrics.external_cached_tokens == FOUND
+    assert answer.metrics.failed_loads == 0
 
 
-def test_without_patience_the_next_request_has_the_blocks(server: ServerProcess) -> None:
-    model, tokens = oracle(), prompt(203)
-    with engine(server, model) as one:
-        [first] = serve(one, [tokens])
-    assert is_on_disk(server, BLOCKS)
-    restart_cold(server)
-    with engine(server, model, extra={"kvkeep.tier_patience": "best_effort"}) as other:
-        [answer] = serve(other, [counting(tokens)])
-        assert answer.token_ids == first.token_ids
-        assert answer.metrics.external_cached_tokens == 0, "nothing was in memory yet"
-
-
-def test_a_tenant_finds_its_own_blocks_only(server: ServerProcess) -> None:
-    model, tokens = oracle(), prompt(203)
-    with engine(server, model) as one:
-        serve(one, [counting(tokens, "alice")])
-    assert is_on_disk(server, BLOCKS)
-    restart_cold(server)
-    with engine(server, model, extra=WAITS) as other:
+@places("disk", "shared")
+def test_a_tenant_finds_its_own_blocks_only(place: Place) -> None:
+    model, tokens = oracle(), prompt(TOKENS)
+    place.store(model, counting(tokens, "alice"))
+    with waiting_engine(place.lose_memory(), model) as other:
         found = serve(other, [counting(tokens, "bob"), counting(tokens, "alice")])
-    given = [each.metrics.external_cached_tokens for each in found]
-    assert given == [0, BLOCKS * 4]
+    assert [each.metrics.external_cached_tokens for each in found] == [0, FOUND]
 
 
-def test_an_engine_goes_on_while_its_server_is_restarted_cold(server: ServerProcess) -> None:
-    model, tokens = oracle(), prompt(203)
-    with engine(server, model, extra=WAITS | BRISK) as llm:
+@places("shared")
+def test_a_longer_prompt_uses_what_is_there_and_stores_the_rest(place: Place) -> None:
+    model, tokens = oracle(), prompt(TOKENS)
+    place.store(model, tokens[:103], blocks=25)
+    server = place.lose_memory()
+    assert hit(server, model, tokens) == 100
+    assert is_written(server, 25)
+
+
+@places("disk", "shared")
+def test_without_patience_no_request_waits(place: Place) -> None:
+    model, tokens = oracle(), prompt(TOKENS)
+    expected = place.store(model, tokens)
+    best_effort = {"kvkeep.tier_patience": "best_effort"}
+    with engine(place.lose_memory(), model, extra=best_effort) as other:
+        [answer] = serve(other, [counting(tokens)])
+    assert [answer.token_ids] == expected
+    assert answer.metrics.external_cached_tokens == 0, "nothing was in memory yet"
+
+
+@places("disk")
+def test_an_engine_goes_on_while_its_server_is_restarted_cold(place: Place) -> None:
+    model, tokens = oracle(), prompt(TOKENS)
+    with engine(place.writer, model, extra=WAITS | BRISK) as llm:
         [first] = serve(llm, [tokens])
-        assert is_on_disk(server, BLOCKS)
-        restart_cold(server)
+        assert is_written(place.writer)
+        place.lose_memory()
         assert eventually(lambda: all(each.up for each in llm.engine.backend.connections))  # type: ignore[union-attr, attr-defined]
         llm.engine.scheduler.pool.forget_all()
         [again] = serve(llm, [counting(tokens)])
     assert again.token_ids == first.token_ids
-    assert again.metrics.external_cached_tokens == BLOCKS * 4
+    assert again.metrics.external_cached_tokens == FOUND
 
 
+@places("disk")
 @pytest.mark.parametrize("damage", ["garbage", "removed"])
-def test_a_damaged_disk_is_a_miss(server: ServerProcess, tmp_path: Path, damage: str) -> None:
-    model, tokens = oracle(), prompt(203)
-    expected = without_cache(model, [tokens])
-    with engine(server, model) as one:
-        serve(one, [tokens])
-    assert is_on_disk(server, BLOCKS)
-    server.stop(signal.SIGKILL)
-    shutil.rmtree(server.pool)
+def test_a_disk_that_was_damaged_meanwhile_is_a_miss(
+    place: Place, tmp_path: Path, damage: str
+) -> None:
+    model, tokens = oracle(), prompt(TOKENS)
+    place.store(model, tokens)
+    place.writer.stop(signal.SIGKILL)
+    shutil.rmtree(place.writer.pool)
     if damage == "removed":
         shutil.rmtree(tmp_path / "tier")
     else:
         data = tmp_path / "tier" / "data"
         with data.open("r+b") as file:
             file.write(b"\xa5" * data.stat().st_size)
-    server.start()
-    with engine(server, model, extra=WAITS) as other:
-        [answer] = serve(other, [counting(tokens)])
-    assert [answer.token_ids] == expected
-    assert answer.metrics.external_cached_tokens == 0
-    assert answer.metrics.failed_loads == 0, "a bad block is not brought up at all"
+    place.writer.start()
+    assert hit(place.writer, model, tokens) == 0
 
 
-def test_routers_hear_which_blocks_are_in_memory_and_which_on_a_disk(server: ServerProcess) -> None:
+def test_memory_disk_and_shared_tier_stack(tmp_path: Path) -> None:
+    """What the disk has comes from the disk, the rest from the shared tier."""
+    model, tokens = oracle(), prompt(TOKENS)
+    shared = ("--tier", f"file://{tmp_path / 'shared'}?size=64MiB")
+    disk = ("--tier", f"disk://{tmp_path / 'disk'}?size=64MiB")
+    with ServerProcess(*POOL, *shared) as one, engine(one, model) as llm:
+        serve(llm, [tokens])
+        assert is_written(one)
+    with ServerProcess(*POOL, *shared, *disk) as other:
+        assert eventually(lambda: is_ready(other))
+        assert hit(other, model, tokens[:103]) == 100
+        assert eventually(lambda: tiers(other)[0]["counts"]["written_blocks"] >= 25)
+        restart_cold(other)
+        assert eventually(lambda: is_ready(other))
+        assert hit(other, model, tokens) == FOUND
+        assert all(tier["counts"]["promoted_blocks"] >= 25 for tier in tiers(other))
+        assert at_rest(other)
+
+
+@places("disk")
+def test_routers_hear_which_blocks_are_in_memory_and_which_on_a_disk(place: Place) -> None:
     """A block is on both, on the disk only after memory was lost, and in memory again once a
     request has asked for it. A new server has no descriptions: the engine tells it again."""
     identity = ModelIdentity(model="m", revision="1", kv_dtype="|u1", block_tokens=4, content="m")
     shape = BlockShape(identity, (4096,))
     keys, texts = b"".join(bytes([at]) * 16 for at in range(4)), [b"0", b"1", b"2", b"3"]
-    connection = Connection(shape, ClientOptions(address=server.address))
+    connection = Connection(shape, ClientOptions(address=place.writer.address))
     memory = np.ones((4, 4096), dtype=np.uint8)
     reader = Reader()
     feed = PoolFeed(reader)
@@ -188,7 +235,7 @@ def test_routers_hear_which_blocks_are_in_memory_and_which_on_a_disk(server: Ser
     assert store.written == 4
     reader.to_say.append(Descriptions("default", keys, texts))
     assert hears(m.IN_MEMORY | m.ON_DISK, *texts), reader.there
-    restart_cold(server)
+    place.lose_memory()
     assert hears(m.ON_DISK, b"", b"", b"", b""), reader.there
     reader.to_say.append(Descriptions("default", keys, texts))
     assert hears(m.ON_DISK, *texts), reader.there

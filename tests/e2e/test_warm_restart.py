@@ -167,22 +167,10 @@ def replace_by_link(pool: Path) -> None:
     (pool / "index-used").symlink_to(pool / "elsewhere")
 
 
-def replace_by_pipe(pool: Path) -> None:
-    (pool / "index-keys").unlink()
-    os.mkfifo(pool / "index-keys")
-
-
-def give_away(pool: Path) -> None:
-    if os.getuid():
-        pytest.skip("only root can give a file away")
-    os.chown(pool / "index-slot", 12345, -1)
-
-
 Harm = Callable[[Path], object]
 NOT_ADOPTED: dict[str, tuple[Harm, str]] = {
     "other slabs": (lambda pool: None, "its slab size is 64KiB, not 128KiB"),
     "damaged header": (damage_header, "its index has a damaged header"),
-    "no header": (lambda pool: (pool / "index-header").unlink(), "its index has no header"),
     "longer header": (
         lambda pool: (pool / "index-header").write_bytes(bytes(100)),
         "its index has a header of another length",
@@ -191,17 +179,7 @@ NOT_ADOPTED: dict[str, tuple[Harm, str]] = {
         lambda pool: os.truncate(pool / "index-slot", 64),
         "a column of its index is missing or too short",
     ),
-    "column with a hole": (
-        lambda pool: os.truncate(pool / "index-state", 1 << 30),
-        "index-state has holes",
-    ),
     "link": (replace_by_link, "index-used is no plain file of ours"),
-    "hard link": (
-        lambda pool: (pool / "elsewhere").hardlink_to(pool / "index-used"),
-        "index-used is no plain file of ours",
-    ),
-    "pipe": (replace_by_pipe, "index-keys is no plain file of ours"),
-    "file of another user": (give_away, "index-slot is no plain file of ours"),
     "folder": (lambda pool: (pool / "session-1.lock").mkdir(), "it cannot be read"),
 }
 
@@ -210,6 +188,7 @@ NOT_ADOPTED: dict[str, tuple[Harm, str]] = {
 def test_what_is_no_index_is_not_adopted_and_the_log_says_why(
     server: ServerProcess, kind: str
 ) -> None:
+    """Some of each sort; tests/tiers/test_index_files.py has all."""
     harm, why = NOT_ADOPTED[kind]
     fill(server)
     server.stop(signal.SIGTERM)
@@ -251,15 +230,6 @@ def test_a_segment_that_is_gone_takes_its_blocks_along(server: ServerProcess) ->
     server.start()
     assert finds(server) == 0
     fill(server)
-
-
-def test_a_pool_of_another_size_keeps_what_fits(server: ServerProcess) -> None:
-    """Every byte that a client gets is compared with what it stored."""
-    fill(server)
-    for size in ("3MiB", "1MiB"):
-        server.stop(signal.SIGKILL)
-        server.start("--pool-size", size)
-        assert restart_of(server)["warm"] and finds(server) == 10
 
 
 def test_an_engine_that_reads_from_a_pool_that_shrinks_goes_on(server: ServerProcess) -> None:

@@ -364,34 +364,7 @@ def test_memory_taken_back_is_reached_through_a_bounce_buffer_again() -> None:
 
 @pytest.mark.skipif(CUDA, reason="a pretended device")
 class TestOrder:
-    """What must wait for what, as a pretended device notes it."""
-
-    def test_kernels_of_a_store_wait_for_what_the_engine_did_before(self) -> None:
-        engine = Engine()
-        ready = engine.copier.mark()
-        engine.copier.begin_store(0, verify=True, ready=ready).close()
-        assert (engine.device.streams[OUT][0], ready) in engine.device.waits  # type: ignore[union-attr]
-
-    def test_kernels_of_a_load_wait_for_what_the_engine_did_before(self) -> None:
-        engine = Engine()
-        sums, ready = engine.store([1], [1]), [engine.copier.mark(), engine.copier.mark()]
-        engine.copier.begin_load(0, np.array([2]), engine.addresses([1]), sums, ready).close()
-        for each in ready:
-            assert (engine.device.streams[IN][0], each) in engine.device.waits  # type: ignore[union-attr]
-
-    def test_what_the_engine_does_after_a_shield_waits_for_the_last_read(self) -> None:
-        engine = Engine()
-        device = engine.device
-        assert device is not None
-        engine.copier.fence_reads()
-        assert not [stream for stream, _ in device.waits if stream is None], "nothing was read yet"
-        for _ in range(2):
-            before = len(device.marks)
-            engine.store([1], [1])
-            engine.copier.fence_reads()
-            waiting, read = device.waits[-1]
-            assert waiting is None and read in device.marks[before:]
-            assert read[0] is device.streams[OUT][0]
+    """What must wait for what, as a pretended device notes it; test_copier_orders.py tries orders."""
 
     @pytest.mark.parametrize("unfinished", [True, False])
     def test_a_store_lets_the_step_that_is_under_way_send_its_tokens(
@@ -405,15 +378,6 @@ class TestOrder:
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
         engine.copier.begin_store(0, verify=True, ready=ready).close()
         assert slept == [(0.002, True)] * unfinished
-
-    def test_when_no_event_can_be_had_a_load_has_ended_before_its_error_is_told(self) -> None:
-        engine = Engine()
-        sums, device = engine.store([1, 2], [1, 2]), engine.device
-        assert device is not None
-        device.marks_left = 1
-        with pytest.raises(DeviceError, match="out of memory"):
-            engine.copier.begin_load(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
-        assert device.drained == device.streams[IN]
 
     @pytest.mark.parametrize("marks_left", range(5))
     def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.client.conftest import simulation  # noqa: F401
-from tests.client.test_worker_threads import eventually
 
 from kvkeep.client.connection import Connection
 from kvkeep.gpu import registration as module
 from kvkeep.gpu.registration import POOL_REGISTERED, PoolRegistration, RegisteredMemory
+from kvkeep.testing.clock import eventually
 
 NBYTES = 10
 Make = Callable[..., Any]

@@ -3,17 +3,14 @@ who push them."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
 import resource
 import signal
 import socket
-import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +31,7 @@ from kvkeep.tiers.memory import Pool
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host, unix_name
-from kvkeep.wire.frames import HEADER_BYTES, Header, encode, seal
+from kvkeep.wire.frames import Header, encode, seal
 from kvkeep.wire.pool_files import PoolFiles, hold
 from kvkeep.wire.segments import Segments
 from kvkeep.wire.stream import Stream
@@ -42,7 +39,6 @@ from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.store_integrity import check_integrity
 
 FRAME_BYTES = 64 * KIB
-SLACK_BYTES = MIB
 BLOCKS = [bytes([at + 1]) * 512 for at in range(4)]
 PATIENCE_MS = 30_000  # ends a test that has failed; nothing is measured by it
 
@@ -186,18 +182,6 @@ def test_a_client_is_served_over_a_unix_socket_of_the_owner_only(
     assert not path.exists()
 
 
-def test_a_client_is_served_over_a_unix_socket_without_a_file(
-    run: Run, connect: Connect, tmp_path: Path
-) -> None:
-    store_and_load(connect(run(address=f"ipc://@kvkeep-test-{tmp_path.name}").address).attach())
-
-
-def test_localhost_is_taken_for_127_0_0_1(run: Run, connect: Connect) -> None:
-    running = run(address="tcp://localhost:0")
-    assert running.address.startswith("tcp://127.0.0.1:")
-    store_and_load(connect(running.address.replace("127.0.0.1", "localhost")).attach())
-
-
 def refusal(make: Make, kind: type[KVKeepError], **changes: str) -> KVKeepError:
     with pytest.raises(kind) as caught:
         make(**changes)
@@ -217,19 +201,9 @@ def test_a_port_in_use_is_a_clear_error_and_costs_the_first_nothing(
     store_and_load(connect(running.address).attach())
 
 
-def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
-    run: Run, make: Make, connect: Connect, tmp_path: Path
+def test_a_state_directory_that_cannot_be_written_stops_the_start(
+    make: Make,
 ) -> None:
-    address = f"ipc://{tmp_path / 'kvkeep.sock'}"
-    running = run(address=address)
-    assert (
-        "another server listens"
-        in refusal(make, SettingsError, address=address, name="second").message
-    )
-    store_and_load(connect(running.address).attach())
-
-
-def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Make) -> None:
     error = refusal(make, SettingsError, state_dir="/proc/nowhere")
     assert "/proc/nowhere" in error.message and "--state-dir" in error.hint
 
@@ -287,20 +261,6 @@ def test_a_local_client_writes_and_reads_the_pool_itself(run: Run, connect: Conn
     os.close(fence)
 
 
-def test_a_session_too_many_is_refused_and_the_others_are_served(
-    run: Run, connect: Connect
-) -> None:
-    running = run(max_sessions="2")
-    first, second, third = (connect(running.address) for _ in range(3))
-    first.attach()
-    second.attach()
-    refused = third.ask(m.Refused, m.Hello("third", 1))
-    assert refused.code == "too_many_sessions" and "--max-sessions" in refused.hint
-    store_and_load(first)
-    second.ask(m.Done, m.Goodbye())
-    store_and_load(third.attach())
-
-
 # -- those who push
 
 
@@ -347,33 +307,6 @@ def test_garbage_in_good_frames_costs_others_nothing(
     check_healthy(running, good)
 
 
-def test_garbage_over_plain_tcp_costs_others_nothing(run: Run, connect: Connect) -> None:
-    running, rng = run(), random.Random(2)
-    good = connect(running.address).attach()
-    host, port = running.address.removeprefix("tcp://").split(":")
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    ours = b"".join(encode(Header(0, 1), m.Hello("peer", 1)))
-    for number in range(2_000):
-        with (
-            socket.create_connection((host, int(port))) as raw,
-            contextlib.suppress(ConnectionError),
-        ):
-            match rng.randrange(4):
-                case 0:
-                    raw.sendall(rng.randbytes(rng.randrange(200)))
-                case 1:
-                    raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                case 2:
-                    raw.sendall(greeting[: rng.randrange(len(greeting))])
-                case _:
-                    raw.sendall(
-                        ours[: rng.randrange(len(ours))] + rng.randbytes(rng.randrange(200))
-                    )
-        if number % 500 == 0:
-            store_and_load(good, name=f"during {number}")
-    check_healthy(running, good)
-
-
 def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
     run: Run, connect: Connect
 ) -> None:
@@ -383,59 +316,6 @@ def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
     assert refused.code == "frame_too_large" and "--max-frame-size" in refused.hint
     bad.ask(m.Done, m.Ping())
     check_healthy(running, good)
-
-
-@pytest.mark.parametrize(
-    "sizes", [(2 * FRAME_BYTES + SLACK_BYTES + 1, 0, 0), (100, 1 << 16, 1 << 16)]
-)
-def test_a_huge_message_costs_its_sender_the_connection_and_nobody_else_anything(
-    run: Run, connect: Connect, wire: Dial, sizes: tuple[int, int, int]
-) -> None:
-    """Its header is enough: nobody waits for the rest."""
-    running = run()
-    good, bad = connect(running.address).attach(), wire(running.address)
-    head = struct.pack("<4sHHQQIIII", b"KVKP", m.PROTOCOL_VERSION, 0, 0, 1, *sizes, 0)
-    assert len(head) == HEADER_BYTES
-    bad.socket.send(head)
-    assert bad.hear() is None and bad.stream.is_over
-    check_healthy(running, good)
-
-
-def test_a_client_that_never_reads_costs_others_nothing(
-    run: Run, connect: Connect, wire: Dial
-) -> None:
-    running = run()
-    good, bad = connect(running.address).attach(), wire(running.address)
-    ping = b"".join(encode(Header(0, 1), m.Ping()))
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            bad.socket.send(ping * 1_000)
-    check_healthy(running, good)
-
-
-def test_a_burst_of_small_requests_is_answered_whole(run: Run, wire: Dial) -> None:
-    one = wire(run().address)
-    for number in range(1_000):
-        one.send(encode(Header(0, number), m.Ping()))
-    assert all(one.hear() is not None for _ in range(1_000))
-
-
-def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
-    run: Run, wire: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = run()
-    handled: list[float | None] = []  # since when the loop was busy: its turn
-
-    def slow(frames: list[bytes], now_ms: int, caller: object, peer: int) -> None:
-        time.sleep(0.01)
-        handled.append(running.daemon.busy_since)
-
-    monkeypatch.setattr(running.daemon.service, "handle", slow)
-    one = wire(running.address)
-    for number in range(60):
-        one.send(encode(Header(0, number), m.Ping()))
-    assert eventually(lambda: len(handled) == 60)
-    assert max(Counter(handled).values()) <= 3
 
 
 def test_as_many_files_may_be_open_as_the_system_allows(make: Make) -> None:
@@ -537,26 +417,9 @@ def test_a_duty_that_fails_fails_for_whoever_asked(run: Run, connect: Connect) -
     store_and_load(connect(running.address).attach())
 
 
-def test_a_store_in_progress_is_finished_before_the_end(
-    run: Run, connect: Connect, tmp_path: Path
+def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(
+    connect: Callable[[str], Peer],
 ) -> None:
-    running = run(shutdown_grace="60s")
-    peer = connect(running.address).attach()
-    layout = peer.open_layout(512)
-    peer.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
-    write = peer.number
-    running.daemon.stop()
-    assert eventually(lambda: running.daemon.service.draining)
-    assert connect(running.address).refusal(m.Hello("late", 1)) == "shutting_down"
-    assert peer.refusal(m.PrepareStore("default", layout, 0, b"", chain("b", 1))) == "shutting_down"
-    peer.ask(m.Done, m.Put(write, 0), BLOCKS)
-    sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
-    assert peer.ask(m.Done, m.CompleteStore(write, sums.tobytes())).count == 4
-    running.stop()
-    assert list((tmp_path / "shm").iterdir()) == []
-
-
-def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: Connect) -> None:
     with ServerProcess(
         "--pool-size", "1MiB", "--slab-size", "64KiB", "--shutdown-grace", "60s"
     ) as server:
@@ -583,11 +446,6 @@ def test_grace_ends_for_a_client_that_does_not_finish(
     peer = connect(running.address).attach()
     peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 4)))
     running.stop()
-    assert list((tmp_path / "shm").iterdir()) == []
-
-
-def test_closing_without_ever_running_leaves_nothing(make: Make, tmp_path: Path) -> None:
-    make().close()
     assert list((tmp_path / "shm").iterdir()) == []
 
 

@@ -25,7 +25,7 @@ from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import PoolError
-from kvkeep.kv.identity import ModelIdentity, tenant_of
+from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
@@ -113,23 +113,21 @@ class Engine:
         self.worker.register_kv_caches([self.memory])
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
-    def store(self, keys: bytes, ids: list[int], salt: str | None = None) -> int:
-        self.worker.store("store", StoreRequest(tenant_of(salt), b"", keys, np.array(ids)))
+    def store(self, keys: bytes, ids: list[int]) -> int:
+        self.worker.store("store", StoreRequest(DEFAULT_TENANT, b"", keys, np.array(ids)))
         return int(eventually(lambda: self.worker.poll().stored)["store"])
 
-    def lookup(self, request: str, keys: bytes, salt: str | None = None) -> Answer:
-        self.lookups[request] = lookup = self.scheduler.lookup(salt, keys)
+    def lookup(self, request: str, keys: bytes) -> Answer:
+        self.lookups[request] = lookup = self.scheduler.lookup(None, keys)
         return eventually(lambda: self.scheduler.answer(lookup))  # type: ignore[no-any-return]
 
     def release(self, request: str) -> None:
         self.scheduler.release(self.lookups.pop(request))
 
-    def load(
-        self, keys: bytes, answer: Answer, ids: list[int], salt: str | None = None
-    ) -> list[int]:
+    def load(self, keys: bytes, answer: Answer, ids: list[int]) -> list[int]:
         """The blocks that failed."""
         request = LoadRequest(
-            tenant_of(salt), keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums
+            DEFAULT_TENANT, keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums
         )
         self.worker.load("load", request)
         finished = eventually(lambda: (done := self.worker.poll()).loads and done)
@@ -138,13 +136,6 @@ class Engine:
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()
-
-
-@pytest.fixture
-def engine(server: EmbeddedServer) -> Iterator[Engine]:
-    made = Engine(server)
-    yield made
-    made.close()
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -164,59 +155,6 @@ def test_a_cache_gets_what_it_put_on_either_data_plane(
         assert mine.counters.failures == other.counters.failures == {}
     assert server.service.counters.network_bytes_out == (0 if shared_memory else 70 * BLOCK_BYTES)
     assert server.service.counters.stored_blocks == 70
-
-
-def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(
-    server: EmbeddedServer, engine: Engine
-) -> None:
-    keys, blocks = some_keys(4), some_blocks(4)
-    engine.memory[:4] = blocks
-    assert engine.store(keys, [0, 1, 2, 3]) == 4
-    answer = engine.lookup("r", keys + some_keys(1, "unknown"))
-    assert (answer.blocks, answer.failure) == (4, "")
-    assert engine.load(keys, answer, [12, 9, 10, 11]) == []
-    assert (engine.memory[[12, 9, 10, 11]] == blocks).all()
-    assert sum(len(session.leases) for session in server.store.sessions.values()) == 1
-    engine.release("r")
-    assert sum(len(session.leases) for session in server.store.sessions.values()) == 0
-
-
-def test_a_damaged_block_is_a_failed_load_and_leaves_the_store(
-    server: EmbeddedServer, engine: Engine
-) -> None:
-    keys = some_keys(3)
-    engine.memory[:3] = some_blocks(3)
-    assert engine.store(keys, [0, 1, 2]) == 3
-    answer = engine.lookup("r", keys)
-    server.pool.segments.view(int(answer.slots[1]), BLOCK_BYTES)[100] ^= 1
-    assert engine.load(keys, answer, [8, 9, 10]) == [9]
-    assert eventually(lambda: server.service.counters.bad_blocks == 1)
-    engine.release("r")
-    assert engine.lookup("again", keys).blocks == 1
-
-
-def test_in_a_full_pool_old_blocks_make_way(serve: Serve) -> None:
-    server = serve(pool_bytes=256 * KIB)  # 64 blocks
-    with cache(server) as mine:
-        for number in range(10):
-            tokens = [1000 * number + at for at in range(64)]
-            assert mine.put(tokens, some_blocks(16, number)) == 16
-            assert (mine.get(tokens) == some_blocks(16, number)).all()
-        assert server.store.eviction.evictions == 10 * 16 - 64
-        assert mine.contains(list(range(64))) == 0
-
-
-def test_no_tenant_sees_anothers_blocks(server: EmbeddedServer, engine: Engine) -> None:
-    tokens, keys = list(range(8)), some_keys(2)
-    with cache(server) as mine:
-        assert mine.put(tokens, some_blocks(2, 1), salt="a") == 2
-        assert mine.contains(tokens, salt="b") == mine.contains(tokens) == 0
-        assert mine.put(tokens, some_blocks(2, 2), salt="b") == 2
-        assert (mine.get(tokens, salt="a") == some_blocks(2, 1)).all()
-        assert (mine.get(tokens, salt="b") == some_blocks(2, 2)).all()
-    assert engine.store(keys, [0, 1], salt="a") == 2
-    assert engine.lookup("b", keys, salt="b").blocks == 0  # the very same keys
-    assert engine.lookup("a", keys, salt="a").blocks == 2
 
 
 def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> None:

@@ -55,6 +55,7 @@ def test_a_peer_is_told_once_for_each_kind(caplog: pytest.LogCaptureFixture) -> 
     assert said[0].startswith(
         "10.0.0.7 talks to tcp://127.0.0.1:5555 and seems to be a ZMQ client: LMCache, or a kvkeep"
     )
+    assert "install the same kvkeep release on both sides" in said[0]
 
 
 def test_lines_and_memory_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 
 from kvkeep.errors import PoolError
 from kvkeep.server import startup as module
-from kvkeep.server.startup import allow_many_files, open_store, warn_of_small_pool
+from kvkeep.server.startup import open_store, warn_of_small_pool
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.tiers.free_memory import Room
@@ -226,13 +225,3 @@ def test_a_small_pool_that_was_adopted_names_the_way_to_a_larger_one(
 def test_of_a_larger_pool_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_small_pool(pool(256 * MIB))
     assert not caplog.messages
-
-
-def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
-        allow_many_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -121,14 +121,32 @@ class World:
             self.turns()
             if not self.process.jobs:
                 break
-            job = self.process.jobs.pop(0)
-            assert isinstance(job, Share)
+            job = self.write_next()
             names += next(each for each in tenants if tenant_digest(each) in job.place)
-            ended = self.tier.jobs.pop(job.number)
-            assert isinstance(ended, WriteJob)
-            self.store.release(MOVING, job.number, 0)
-            self.tier.wrote(ended.planned, Result(job.number, good=b"\1" * ended.blocks))
         return names
+
+    def write_next(self) -> Share:
+        """The process ends a job that has written all of its blocks."""
+        job, ended = self._end_next()
+        self.tier.wrote(ended.planned, Result(job.number, good=b"\1" * ended.blocks))
+        return job
+
+    def fail(self) -> list[Share]:
+        """The process ends all its jobs, which have written nothing."""
+        jobs = []
+        while self.process.jobs:
+            job, ended = self._end_next()
+            self.tier.failed(ended.planned)
+            jobs.append(job)
+        return jobs
+
+    def _end_next(self) -> tuple[Share, WriteJob]:
+        job = self.process.jobs.pop(0)
+        assert isinstance(job, Share)
+        ended = self.tier.jobs.pop(job.number)
+        assert isinstance(ended, WriteJob)
+        self.store.release(MOVING, job.number, 0)
+        return job, ended
 
 
 @pytest.fixture
@@ -170,17 +188,10 @@ def test_chains_that_the_tier_confuses_are_written_once_each(world: World) -> No
 def test_what_was_refused_is_offered_again_from_the_beginning(world: World) -> None:
     world.stores("A", 1, 12)
     world.turns()
-    first, second = world.process.jobs
-    assert isinstance(first, Share) and isinstance(second, Share)
-    for job in (first, second):
-        ended = world.tier.jobs.pop(job.number)
-        assert isinstance(ended, WriteJob)
-        world.store.release(MOVING, job.number, 0)
-        world.tier.failed(ended.planned)
-    world.process.jobs.clear()
+    first, _ = world.fail()
     world.turns()
-    third = world.process.jobs[0]
-    assert isinstance(third, Share) and third.keys == first.keys
+    again = world.process.jobs[0]
+    assert isinstance(again, Share) and again.keys == first.keys
 
 
 def test_a_tier_that_must_not_be_used_gets_nothing(
@@ -236,13 +247,7 @@ def test_a_long_chain_is_written_in_order_a_segment_at_a_time(
         world.behind.turn(0)
         assert sum(looked_at) <= 3 * 2 * 8
         while world.process.jobs:
-            job = world.process.jobs.pop(0)
-            assert isinstance(job, Share)
-            keys += job.keys
-            ended = world.tier.jobs.pop(job.number)
-            assert isinstance(ended, WriteJob)
-            world.store.release(MOVING, job.number, 0)
-            world.tier.wrote(ended.planned, Result(job.number, good=b"\1" * ended.blocks))
+            keys += world.write_next().keys
     assert keys == b"".join(f"{number:4}{1:4}        ".encode() for number in range(blocks))
 
 
@@ -255,12 +260,7 @@ def test_a_long_chain_that_was_refused_begins_anew(
     for _ in range(7):  # it is in its third segment
         first += world.written(1, "A")
     world.turns()
-    for job in world.process.jobs:
-        ended = world.tier.jobs.pop(job.number)
-        assert isinstance(ended, WriteJob)
-        world.store.release(MOVING, job.number, 0)
-        world.tier.failed(ended.planned)
-    world.process.jobs.clear()
+    world.fail()
     world.turns()
     again = world.process.jobs[0]
     assert first == "A" * 7 and isinstance(again, Share) and again.keys[:4] == b"   0"

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from kvkeep.bench.replay import SERVERS_POLICY, Replayed, memory_hits, replay
 from kvkeep.bench.traces import Trace, read_trace
-from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess
 from kvkeep.units import GIB, KIB, format_duration, format_size
 
 _PARTS = (64, 32, 16, 8, 4, 2, 1)  # of all blocks of the trace
@@ -212,20 +209,15 @@ class _Workers:
     """Processes that replay sizes, as many as there are calls at a time. Each reads the trace once."""
 
     def __init__(self, path: str, block_tokens: int) -> None:
-        self._program = [sys.executable, "-m", "kvkeep.bench.plan", path, str(block_tokens)]
-        self._idle: list[subprocess.Popen[str]] = []
+        self._program = ("-m", "kvkeep.bench.plan", path, str(block_tokens))
+        self._idle: list[JsonProcess] = []
 
     def __enter__(self) -> _Workers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._idle:
-            worker.communicate()
+            worker.end()
 
     def replay(self, memory_blocks: int, in_memory: Sequence[int], disk_blocks: int) -> list[int]:
         """Memory's hits of each request; with a disk, beside a memory that had these blocks, the
@@ -233,19 +225,14 @@ class _Workers:
         try:
             worker = self._idle.pop()
         except IndexError:
-            pipe = subprocess.PIPE
-            worker = subprocess.Popen(
-                self._program, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-            )
-        assert worker.stdin is not None and worker.stdout is not None
-        with suppress(BrokenPipeError):  # the worker has ended, and says why
-            print(json.dumps([memory_blocks, list(in_memory), disk_blocks]), file=worker.stdin)
-            worker.stdin.flush()
-        if not (line := worker.stdout.readline()):
-            _, said = worker.communicate()
-            raise KVKeepError(f"a replay ended with exit code {worker.returncode}: {said.strip()}")
+            worker = JsonProcess("a replay", self._program)
+        try:
+            worker.send({"sizes": [memory_blocks, disk_blocks], "in_memory": list(in_memory)})
+            replayed: list[int] = worker.receive()["replayed"]
+        except BaseException:  # guard: nobody else would end the process; raised again
+            worker.end()
+            raise
         self._idle.append(worker)
-        replayed: list[int] = json.loads(line)
         return replayed
 
 
@@ -253,12 +240,13 @@ def _work(path: str, block_tokens: int) -> None:
     """One worker: replays what stdin says, line by line."""
     trace = read_trace(path, block_tokens)
     for line in sys.stdin:
-        memory_blocks, in_memory, disk_blocks = json.loads(line)
+        asked = json.loads(line)
+        memory_blocks, disk_blocks = asked["sizes"]
         if disk_blocks:
-            replayed = list(replay(trace, SERVERS_POLICY, in_memory, disk_blocks))
+            replayed = list(replay(trace, SERVERS_POLICY, asked["in_memory"], disk_blocks))
         else:
             replayed = list(memory_hits(trace, memory_blocks))
-        print(json.dumps(replayed), flush=True)
+        print(json.dumps({"replayed": replayed}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import Turns, find_device, installed, signals_end_the_block
 from kvkeep.bench.vllm_setup import (
     SPARE_TOKENS,
-    ServedModel,
     arguments,
     environment,
     kvkeep_arguments,
@@ -56,16 +55,6 @@ _WAKING_TOKENS = 8  # less than a block, so nothing of it is stored
 _PROMPTS_IN_POOL = 3
 _WITHIN_S = 120.0
 _ASK_EVERY_S = 0.02
-
-
-class Engine(Protocol):
-    """What is asked of each kind of engine."""
-
-    def ask(
-        self, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None
-    ) -> Answer: ...
-
-    def drop_local_cache(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -132,8 +121,8 @@ class _Hits:
 
     kind: Kind
     server: _Server
-    plain: Engine
-    cached: Engine
+    plain: EngineProcess | _ReferenceEngine
+    cached: EngineProcess | _ReferenceEngine
     turns: Turns
     salt: str  # a shared tier may have what an earlier run has stored
     samples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
@@ -174,7 +163,9 @@ class _Hits:
                 self.cached.ask(range(_WAKING_TOKENS))
             time.sleep(_ASK_EVERY_S)
 
-    def _ask(self, engine: Engine, prompt: Sequence[int], turn: int) -> Answer:
+    def _ask(
+        self, engine: EngineProcess | _ReferenceEngine, prompt: Sequence[int], turn: int
+    ) -> Answer:
         with self.turns.turn("plain" if engine is self.plain else "cached"):
             engine.drop_local_cache()
             engine.ask(prompt[:_WAKING_TOKENS])
@@ -283,15 +274,8 @@ def _vllm(folder: Path, longest: int) -> Iterator[Kind]:
             )
             return processes[-1]
 
-        yield _kind_of(model, lambda: f"vllm {processes[0].vllm}", make)
-
-
-def _kind_of(
-    model: ServedModel, name: Callable[[], str], make: Callable[[str | None], Any]
-) -> Kind:
-    return Kind(
-        name, model.device, model.vocab_size, model.block_tokens, model.kv_token_bytes, make
-    )
+        sizes = model.vocab_size, model.block_tokens, model.kv_token_bytes
+        yield Kind(lambda: f"vllm {processes[0].vllm}", model.device, *sizes, make)
 
 
 @contextmanager

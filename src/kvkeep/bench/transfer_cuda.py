@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.progress import say
 from kvkeep.bench.transfer_floor import DIRECTIONS, ONE_WAY, Gpu, OwnCopies, PlainCopy, check_device
 from kvkeep.bench.transfer_worker import BlockIds, EngineSide
 from kvkeep.errors import KVKeepError, SettingsError
@@ -330,11 +330,7 @@ class Report:
         """One model, without verification and with it. Its KV is gone at the end."""
         kv = KV(gpu, GEOMETRIES[name], total_bytes // GEOMETRIES[name].block_bytes)
         for verify in (False, True):
-            print(
-                f"{name}, {'verified' if verify else 'not verified'} ...",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{name}, {'verified' if verify else 'not verified'} ...")
             bench = Bench(name, kv, floor, verify)
             self._add(bench, bench.measure(rounds))
 

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from kvkeep.errors import KVKeepError, Unavailable
-from kvkeep.server.settings import made_token
 
 _numbers = itertools.count()
 _LAST_WORD_WITHIN_S = 3.0  # pipes close before the last line of a log is written
@@ -132,6 +131,9 @@ class ServerProcess:
     def ask(self, path: str = "/v1/status", within_s: float = 30.0) -> Any:
         """What the admin API answers to GET with the token that the server has made. Unavailable if
         it does not answer."""
+        # Its import takes half a second, also of each program that speaks JSON.
+        from kvkeep.server.settings import made_token
+
         assert self.state_dir is not None
         request = urllib.request.Request(f"http://{self.http}{path}")
         if (token := made_token(self.state_dir, self.name)).exists():

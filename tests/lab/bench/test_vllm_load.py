@@ -12,7 +12,6 @@ import pytest
 from kvkeep.bench import vllm_session
 from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, FreeMemory, Turns
 from kvkeep.bench.vllm_setup import ServedModel
-from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
 from kvkeep_lab.bench import vllm_load
 from kvkeep_lab.bench.vllm_lanes import LoadedEngine
@@ -230,22 +229,6 @@ def test_engines_decode_with_graphs_unless_they_are_to_be_eager(
     assert {each["compilation_config"]["cudagraph_mode"] for _, each in made} == {"FULL"}
 
 
-def test_engines_that_share_a_gpu_have_fewer_blocks(
-    on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv_bytes = 2048 * MODEL.kv_token_bytes
-    each = int(3.5 * GIB) + kv_bytes
-    monkeypatch.setattr(
-        FreeMemory, "find", lambda: FreeMemory(int(2 * each / 0.97) + 2, 8 * GIB, 8 * GIB)
-    )
-    result = on_a_gpu(device="auto", seconds=1, scenarios="fresh", connectors="kvkeep")
-    assert (
-        {made["num_gpu_blocks_override"] for _, made in made}
-        == {result["engine_blocks"]}
-        == {2048 // 16}
-    )
-
-
 @pytest.mark.parametrize("wrong", ["no server", "no start", "dies"])
 def test_a_peer_that_fails_is_left_out_even_if_named(
     run: Run, installed: set[str], behaviour: dict[str, str], wrong: str
@@ -257,12 +240,6 @@ def test_a_peer_that_fails_is_left_out_even_if_named(
     assert result["left_out"]["lmcache"].startswith(
         ("fresh: its server", "fresh: vLLM with connector lmcache ended")
     )
-
-
-def test_kvkeep_that_fails_ends_the_run(run: Run, behaviour: dict[str, str]) -> None:
-    behaviour["kvkeep"] = "dies"
-    with pytest.raises(KVKeepError, match=r"(?s)connector kvkeep ended.*a last word"):
-        run(device="cpu", seconds=1, scenarios="fresh")
 
 
 # -- what is made of it
@@ -338,10 +315,3 @@ def test_ratios_and_rows_are_medians_and_failures_add_up() -> None:
     assert result["ratios"][0]["output_ratios"] == [1.1, 1.02, 1.0], (
         "one for each repeat, in its order"
     )
-
-
-def test_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_load, "gpu_name", lambda: "Some GPU")
-    done = bench((100.0, 98.0), (20.0, 22.0))
-    done.plan = replace(done.plan, choice=replace(done.plan.choice, device="cuda"))
-    assert done.result()["gpu"] == "Some GPU"

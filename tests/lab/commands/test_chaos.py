@@ -1,18 +1,12 @@
-"""Most of it runs in this process: a process of its own would import torch, which takes longer than
-the runs."""
-
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from kvkeep.cli.main import main
 from kvkeep.errors import SettingsError
 from kvkeep_lab.chaos.mutants import MUTANTS
 from kvkeep_lab.chaos.plan import FAULTS, HostsItem, draw
@@ -30,15 +24,6 @@ KEYS = [
     "stuck_requests",
 ]
 KEYS += ["leaked_blocks", "leaked_leases", "seconds"]
-
-
-@pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """The command sets up its own process, which is ours here."""
-    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
-    yield
-    torch.set_num_threads(threads)
-    logging.disable(disabled)
 
 
 def test_some_seeds_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,16 +162,9 @@ def test_more_items_than_there_are_cannot_be_left_out(text: str) -> None:
     ],
 )
 def test_bad_options_are_refused(
-    flags: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str], flags: list[str], problem: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvkeep", "chaos", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and problem in said and "hint:" in said
+    assert problem in refused("chaos", *flags)
 
 
 def test_contradictory_spans_raise() -> None:

@@ -1,29 +1,14 @@
-"""Most of it runs in this process: a process of its own would import torch, which takes longer than
-the runs."""
-
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from kvkeep.cli.main import main
 from kvkeep_lab.commands import engine_fuzz
 from kvkeep_lab.fuzz.engine import Fuzz, Outcome
-
-
-@pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """The command sets up its own process, which is ours here."""
-    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
-    yield
-    torch.set_num_threads(threads)
-    logging.disable(disabled)
 
 
 def test_one_seed_as_json_is_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,16 +47,9 @@ def test_several_seeds_in_several_processes() -> None:
     ],
 )
 def test_bad_options_are_refused(
-    flags: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str], flags: list[str], problem: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvkeep", "engine-fuzz", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and problem in said and "hint:" in said
+    assert problem in refused("engine-fuzz", *flags)
 
 
 def test_a_violation_is_told_with_the_way_to_replay_it(

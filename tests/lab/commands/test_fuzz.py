@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.main import main
 from kvkeep_lab.commands.fuzz import fuzz
 from kvkeep_lab.fuzz import flood as fuzz_flood
 from kvkeep_lab.fuzz.targets import TARGETS
@@ -91,16 +90,9 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_options_are_refused_by_name(
-    flags: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str], flags: list[str], problem: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvkeep", "fuzz", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and problem in said.err and "hint: " in said.err and not said.out
+    assert problem in refused("fuzz", *flags)
 
 
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,21 +130,6 @@ def test_a_planted_bug_is_found_and_its_input_finds_it_again(
         check=False,
     )
     assert done.returncode == 1 and b"IndexError" in done.stderr
-
-
-def test_coverage_begins_with_the_corpus_and_finds_a_planted_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The corpus has the input, so the first few that are tried are enough."""
-    pytest.importorskip("atheris")
-    plant(tmp_path, monkeypatch)
-    monkeypatch.setattr("kvkeep_lab.fuzz.targets.MOST_FINDINGS", 1)
-    with pytest.raises(SystemExit) as ended:
-        fuzz(target="wire", seconds=600, inputs=60, corpus=Path("tests/fuzz/corpus"), json=True)
-    said = capsys.readouterr()
-    assert (
-        ended.value.code == 1 and json.loads(said.out)["crashes"] == 1 and "IndexError" in said.err
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,11 @@
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from kvkeep.errors import SettingsError
 from kvkeep_lab.commands.seeds import chosen, in_processes, span
-
-
-@pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """With one job the process that is set up is ours."""
-    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
-    yield
-    torch.set_num_threads(threads)
-    logging.disable(disabled)
 
 
 def test_what_is_chosen() -> None:

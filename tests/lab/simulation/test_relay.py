@@ -9,12 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvkeep.client.connection import Connection
-from kvkeep.client.options import ClientOptions
-from kvkeep.kv.identity import ModelIdentity, tenant_of
-from kvkeep.kv.shape import BlockShape
-from kvkeep.testing.process import ServerProcess
-from kvkeep.wire import messages as m
 from kvkeep_lab.simulation.relay import Relay
 
 
@@ -34,24 +28,6 @@ def echo() -> Iterator[str]:
     yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     thread.join()
     listener.close()
-
-
-def test_all_that_a_client_says_is_seen() -> None:
-    shape = BlockShape(
-        ModelIdentity(model="relay", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"),
-        (64,),
-    )
-    with (
-        ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server,
-        Relay(server.address) as relay,
-    ):
-        connection = Connection(shape, ClientOptions(relay.address))
-        assert connection.wait_until_up(60_000) and connection.layout is not None
-        assert connection.wait(
-            connection.call(m.Lookup(tenant_of("seen"), connection.layout.layout, b""), 60_000)
-        )
-        assert tenant_of("seen").encode() in relay.sent
-        connection.close()
 
 
 def connect(relay: Relay) -> socket.socket:
