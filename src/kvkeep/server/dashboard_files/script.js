@@ -367,7 +367,7 @@ function bytes(value) {
 }
 
 function time(seconds) {
-  if (Math.abs(seconds) < 120) return `${seconds.toFixed(1)} s`;
+  if (Math.abs(seconds) < 120) return `${(Math.round(10 * seconds) / 10 || 0).toFixed(1)} s`;
   if (Math.abs(seconds) < 7200) return `${(seconds / 60).toFixed(1)} min`;
   return `${(seconds / 3600).toFixed(1)} h`;
 }
