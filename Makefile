@@ -45,7 +45,7 @@ help:
 	@echo "make check      ruff, mypy --strict, the site of the documentation and the audit of dependencies"
 	@echo "make audit      known vulnerabilities in what is installed, where their database can be reached"
 	@echo "make docs       the documentation as a site, in build/site"
-	@echo "make dist       a wheel for this architecture in dist/, tried in an empty environment"
+	@echo "make dist       wheels for x86_64 and aarch64 in dist/, each tried in an empty environment"
 	@echo "make bench      lookup, transfer, index and engine benchmarks"
 	@echo "make chaos      whole clusters in simulated time under faults, and planted bugs: make chaos CHAOS=0:10000"
 	@echo "make fuzz       all that reads input, guided by coverage, then random lives of the engine: make fuzz FUZZ_SECONDS=3600 SEEDS=0:1000"
@@ -160,7 +160,7 @@ docs: $(STAMP)
 	@$(BIN)/python .ci/site.py
 
 dist: $(STAMP)
-	@echo "dist: building a wheel"
+	@echo "dist: building the wheels"
 	@$(BIN)/python .ci/dist.py
 
 bench: $(STAMP)

@@ -90,6 +90,7 @@ NIGHTLY: tuple[str, ...] = (
     "bench/test_shared_tier.py::test_two_runs",
     "chaos/test_real.py",
     "deploy/test_image.py",
+    "deploy/test_wheels.py::test_one_wheel",
     "e2e/test_fencing.py::test_a_client_that_was_stopped_harms_nobody[silence",
     "e2e/test_fencing.py::test_without_the_fence",
     # Of the table of tiers and faults, `make test-all` has all of a directory's and of Valkey's.

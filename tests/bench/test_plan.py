@@ -77,6 +77,18 @@ def test_the_knee_is_where_memory_begins_to_bring_less(made: Plan) -> None:
     assert "Give the pool 95.37MiB" in best["words"] and "A disk of 143.05MiB" in best["words"]
 
 
+def test_where_memory_pays_to_the_end_the_largest_size_is_the_knee(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rounds = [*(5 * list(range(32))), *(3 * list(range(32, 96)))]
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": at, "hash_ids": [n]}) for at, n in enumerate(rounds))
+    )
+    made = plan(str(path), read_trace(str(path)), COSTS, [32, 64])
+    half, whole = made.rows[:2]
+    assert 0.5 * whole.saved_s <= half.saved_s < 0.55 * whole.saved_s
+    assert whole.knee and not half.knee
+
+
 def test_a_found_block_saves_what_computing_takes_longer_than_loading() -> None:
     assert COSTS.saved_by_block_s(COSTS.memory_speed) == pytest.approx(0.1 - 0.01)
     assert COSTS.saved_by_block_s(100_000) == 0, "an engine computes what comes later than that"

@@ -61,6 +61,11 @@ def test_a_sound_server_has_nothing_wrong(
     assert "server and client are kvkeep" in said.stdout
     if not Path("/dev/nvidia0").exists():
         assert "skipped" in said.stdout and "CUDA registration" in said.stdout
+    before = server.ask()
+    assert kvkeep("doctor", *SMALL, *words).returncode == 0
+    now = server.ask()
+    assert now["tenants"] == before["tenants"], "all runs are one tenant"
+    assert now["figures"]["tokens_loaded"] == before["figures"]["tokens_loaded"] + 1
 
 
 # -- faults of the host

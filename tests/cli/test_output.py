@@ -20,6 +20,9 @@ def test_a_table_shows_numbers_for_people(capsys: pytest.CaptureFixture[str]) ->
     assert lines[1].index("1,234,567") + len("1,234,567") == lines[2].index("-") + 1, (
         "numbers stand right"
     )
+    show_table(("seconds saved",), [(-1.5,), (-0.001,)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["-1.50".rjust(13), "0.00".rjust(13)]
 
 
 def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

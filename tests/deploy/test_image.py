@@ -4,6 +4,7 @@ may be out of reach. It takes minutes: `make nightly` runs it."""
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def test_the_image_serves(tmp_path: Path) -> None:
     context = tmp_path / "context"
     run(sys.executable, ROOT / ".ci" / "dist.py", context / "dist")
     pip = [sys.executable, "-m", "pip", "--quiet", "download", "--dest", context / "dist"]
-    [wheel] = (context / "dist").glob("kvkeep-*.whl")
+    [wheel] = (context / "dist").glob(f"kvkeep-*_{platform.machine()}.whl")
     [extras] = re.findall("^ARG EXTRAS=(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
     run(*pip, f"{wheel}[{extras}]", "async-timeout")  # Debian's Python 3.11.2 needs that too
     build = ("BASE=base", "PIP_NO_INDEX=1", "LIBRARIES=")

@@ -37,6 +37,12 @@ PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 Browser = Callable[..., "webdriver.Chrome"]
 
 
+# Of the marks in a table of owners of blocks, and of their parts in the map above it.
+COLOURS = """const colour = (each, part) => getComputedStyle(each, part).backgroundColor
+    const all = (selector, part) =>
+        [...document.querySelectorAll(selector)].map(each => colour(each, part))
+    return [all(`#${arguments[0]} .owner > :first-child`, "::before"), all(`#${arguments[1]} > span`)]
+"""
 TALKS = [Talk("alice", 768), Talk("bob", 512)]
 ROOM = 300  # blocks of an engine that computes both
 
@@ -153,6 +159,9 @@ def test_it_shows_what_the_cache_gave(server: ServerProcess, browser: Browser) -
     (model,) = [each["model"] for each in status_of(server)["models"] if each["usage_bytes"]]
     map_by_model = tab.find_element(By.ID, "model-map")
     assert f"Memory by model: {model} " in str(map_by_model.get_attribute("aria-label"))
+    for owners, parts in (("tenants", "memory-map"), ("models", "model-map")):
+        colours = tab.execute_script(COLOURS, owners, parts)
+        assert colours[0] == colours[1] and len(set(colours[0])) == len(colours[0]) > 0
     assert "Enter the admin token" in text(tab, "sessions")
     assert "Enter the admin token" in text(tab, "requests")
     assert tab.current_url.endswith("/dashboard")

@@ -3,14 +3,13 @@ way back."""
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
+import _ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -274,11 +273,11 @@ def test_the_environment_turns_the_kernel_off() -> None:
 
 
 def test_a_kernel_of_another_version_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Such as one that an earlier version of the sources has left in the tree."""
-    another = ctypes.util.find_library("c")
+    (tmp_path / "_native.so").symlink_to(_ctypes.__file__)  # a library with other functions
     monkeypatch.delenv("KVKEEP_NATIVE", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=another))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     assert native._load() is None
     assert "cannot be loaded" in caplog.text

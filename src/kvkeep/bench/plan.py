@@ -7,8 +7,9 @@ it, where loading is faster; otherwise an engine computes it, and nothing is sav
     saved = tokens found * (1 / prefill_speed - token_bytes / speed of memory or disk)
 
 The knee is the memory size where the saved time, as a share of that of the largest size, is furthest
-above the memory, as a share of the largest: beyond it, more memory brings
-less than memory does on average."""
+above the memory, as a share of the largest: beyond it, more memory brings less than memory does on
+average. If it is nowhere above it by more than _BEND, more memory pays to the end, and the knee is
+the largest size."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from kvkeep.units import GIB, KIB, format_duration, format_size
 
 _PARTS = (64, 32, 16, 8, 4, 2, 1)  # of all blocks of the trace
 _MOST_ROWS = 64
+_BEND = 0.05  # of a curve of saved time over memory, both as shares of the most
 Report = Callable[[int, int], None]
 
 
@@ -152,9 +154,11 @@ def _row(trace: Trace, costs: Costs, memory_blocks: int, disk_blocks: int, found
 
 
 def _knee(rows: Sequence[Row]) -> int:
-    most_s, most_blocks = max(row.saved_s for row in rows) or 1.0, rows[-1].memory_blocks
+    most_s, most_blocks = max(row.saved_s for row in rows), rows[-1].memory_blocks
+    if not most_s:
+        return 0
     above = [row.saved_s / most_s - row.memory_blocks / most_blocks for row in rows]
-    return above.index(max(above))
+    return above.index(max(above)) if max(above) > _BEND else len(rows) - 1
 
 
 def _best(knee: Row, with_disk: Sequence[Row]) -> Row:

@@ -176,7 +176,7 @@ def headline(figures: dict[str, Any]) -> str:
 
 
 def time_saved(seconds: float) -> str:
-    return f"{abs(seconds):,.1f} s {'lost' if seconds < 0 else 'saved'}"
+    return f"{abs(seconds):,.1f} s {'lost' if round(seconds, 1) < 0 else 'saved'}"
 
 
 def _warnings(said: dict[str, Any]) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from kvkeep.wire.peers import is_trusted, peer_uid, remedy
 
 _MOST_SKEW_S: Final = 5.0
 _ANSWER_WITHIN_S: Final = 1.0
+_TENANT: Final = "kvkeep doctor"  # also the name of its model
 _START: Final = "start one with `kvkeep serve`, or name its address with --http; --no-server checks this host alone"
 
 
@@ -160,7 +161,9 @@ def server_tiers(running: Running) -> str:
 
 @check("round trip")
 def round_trip(running: Running) -> str:
-    """Stores a block as an engine of its own tenant, which expires at once, and loads it again."""
+    """Stores a block as an engine of its own tenant, which expires at once, and loads it again. All
+    runs are one tenant, and a block is one token, so that they hardly show in the server's
+    figures."""
     address = str(running.status["address"])
     if (tcp := tcp_host(address)) is not None and tcp[0] in ("*", "0.0.0.0", "::"):
         address = f"tcp://{running.http.rpartition('://')[2].rpartition(':')[0]}:{tcp[1]}"
@@ -168,17 +171,17 @@ def round_trip(running: Running) -> str:
     started = time.perf_counter()
     with kvkeep.connect(
         address,
-        model="kvkeep doctor",
+        model=_TENANT,
         revision="1",
-        block_tokens=16,
+        block_tokens=1,
         block_shape=(4096,),
         dtype="uint8",
         required=True,
         options=ClientOptions(address=address, lookup_deadline_ms=2_000),
     ) as cache:
-        tokens, salt = secrets.token_bytes(16), secrets.token_hex(8)
-        stored = cache.put([*tokens], block, salt=salt, ttl_ms=1)
-        found = cache.get([*tokens], salt=salt)
+        tokens = [secrets.randbits(31)]
+        stored = cache.put(tokens, block, salt=_TENANT, ttl_ms=1)
+        found = cache.get(tokens, salt=_TENANT)
     took_ms = (time.perf_counter() - started) * 1000
     if not stored:
         raise Wrong(

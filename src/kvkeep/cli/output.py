@@ -128,7 +128,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return (
-        f"{value:,.2f}"
+        f"{value:z,.2f}"
         if isinstance(value, float)
         else f"{value:,}"
         if isinstance(value, int)
@@ -137,4 +137,4 @@ def _cell(value: Any) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text == "-" or text[:1].isdigit()
+    return text == "-" or text.removeprefix("-")[:1].isdigit()

@@ -7,10 +7,10 @@ GIL, and two threads copy at the same time."""
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512f", "neon")
 
 
 def _load() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("kvkeep.kv._native")
-    if os.environ.get("KVKEEP_NATIVE") == "0" or spec is None or spec.origin is None:
+    file = Path(__file__).with_name("_native.so")
+    if os.environ.get("KVKEEP_NATIVE") == "0" or not file.exists():
         return None
     try:
-        library = ctypes.CDLL(spec.origin)
+        library = ctypes.CDLL(str(file))
         library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
         library.kvkeep_move.argtypes = [
             _int64,

@@ -91,9 +91,6 @@ function show(status) {
   showGain(status);
   showMissed(status.prompt_blocks);
   showMemory(status);
-  fill("models", status.models.map((model) => row([
-    model.model, bytes(model.usage_bytes), count(model.figures.requests), count(model.figures.tokens_loaded),
-    count(model.figures.tokens_computed), time(model.figures.saved_s)])), "None yet.");
   fill("tiers", status.tiers.map(tierRow), "None: `kvkeep serve --tier` adds one.");
   fill("sessions", status.sessions ? status.sessions.map(sessionRow)
     : [message("Enter the admin token to see engines.")], "None is connected.");
@@ -149,10 +146,12 @@ function showMemory(status) {
     (pool.degraded ? `. Smaller than asked for: ${pool.degraded}` : ""));
   drawMap("memory-map", "Memory by tenant", pool,
     status.largest_tenants.map((tenant) => [tenant.tenant, tenant.usage_bytes]));
-  drawMap("model-map", "Memory by model", pool,
-    status.models.map((model) => [model.model, model.usage_bytes]));
   tenants = status.largest_tenants;
   fill("tenants", tenants.map(tenantRow), "None has blocks.");
+  const models = [...status.models].sort((one, other) => other.usage_bytes - one.usage_bytes);
+  drawMap("model-map", "Memory by model", pool,
+    models.map((model) => [model.model, model.usage_bytes]));
+  fill("models", models.map(modelRow), "None yet.");
 }
 
 // A bar as wide as the pool, with a part for each owner of blocks.
@@ -169,17 +168,31 @@ function drawMap(name, title, pool, owners) {
     (used.map(([owner, many]) => `${owner} ${bytes(many)}`).join(", ") || "empty"));
 }
 
-function tenantRow(tenant) {
+// A row of a table below a map: its first cell shows the colour of the owner's part.
+function ownerRow(many, number, cells) {
+  const made = row(cells);
+  if (many) made.className = `owner s${number % SHADES}`;
+  return made;
+}
+
+function tenantRow(tenant, number) {
   const button = element("button", "Change");
   button.disabled = !isOperator;
   button.setAttribute("aria-label", `Change quota and limit of ${tenant.tenant}`);
   if (!isOperator) button.title = "Enter the admin token first";
   button.addEventListener("click", () => openChange(tenant.tenant));
   const own = (value, isOwn) => (value === null ? "none" : bytes(value) + (isOwn ? "" : " (default)"));
-  return row([
+  return ownerRow(tenant.usage_bytes, number, [
     tenant.tenant, bytes(tenant.usage_bytes), own(tenant.quota_bytes, tenant.own_quota),
     own(tenant.limit_bytes, tenant.own_limit), count(tenant.figures.tokens_loaded),
     time(tenant.figures.saved_s), button]);
+}
+
+function modelRow(model, number) {
+  return ownerRow(model.usage_bytes, number, [
+    model.model, bytes(model.usage_bytes), count(model.figures.requests),
+    count(model.figures.tokens_loaded), count(model.figures.tokens_computed),
+    time(model.figures.saved_s)]);
 }
 
 function tierRow(tier) {
@@ -367,7 +380,7 @@ function bytes(value) {
 }
 
 function time(seconds) {
-  if (Math.abs(seconds) < 120) return `${seconds.toFixed(1)} s`;
+  if (Math.abs(seconds) < 120) return `${(Math.round(10 * seconds) / 10 || 0).toFixed(1)} s`;
   if (Math.abs(seconds) < 7200) return `${(seconds / 60).toFixed(1)} min`;
   return `${(seconds / 3600).toFixed(1)} h`;
 }
