@@ -10,34 +10,26 @@ answer did not name."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvkeep.client import loads, worker
-from kvkeep.connector import request_state
-from kvkeep.connector.cost_model import CostModel
-from kvkeep.engine import engine
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.server import sessions
-from kvkeep.server import shared as shared_tier
 from kvkeep.server.lower_tier import LowerTier, Promotion, ReadJob, WriteJob
 from kvkeep.server.movement import INSISTS_MS, Movement
 from kvkeep.server.shared import RecentKeys, Shared
 from kvkeep.server.startup import _FIRST_MOVER, SharedFiles
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import READY
-from kvkeep.tiers import clear_log, shared_process, summaries, tier_keys
+from kvkeep.tiers import clear_log
 from kvkeep.tiers.checked_tier import CheckedTier
 from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import Fetch, Job, Result, Share
@@ -51,7 +43,6 @@ from kvkeep_lab.chaos.mover import ChaosMover
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.chaos.shared_service import CONTROL, Origin, ServiceMedium, SharedService
 from kvkeep_lab.simulation.simulation import Process, Simulation
-from kvkeep_lab.simulation.threads import OwnThreads, SimulatedTime
 
 _TODAY_MS = 1_700_000_000_000
 _UNKNOWN_US = 1 << 62  # of what is no block, or was stored by a server that ended meanwhile
@@ -60,51 +51,6 @@ _REMEMBERED = 1 << 12
 _ASK_CLEAR_US = 50_000  # how often an operator looks whether a clear is complete
 _CLEAR_WITHIN_US = 15_000_000  # then the operator is told that the outcome is unknown
 _PUBLISHED_US = int(HOLDS_S * 1e6) + 1_500_000  # a map is read once a second
-
-
-class SeededSecrets:
-    """The module `secrets`, so that a seed also gives the names that are drawn, and with them the
-    order of what is sorted by name."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(f"secrets {seed}")
-
-    def randbits(self, bits: int) -> int:
-        return self._random.getrandbits(bits)
-
-    def token_hex(self, length: int) -> str:
-        return self._random.randbytes(length).hex()
-
-
-@contextlib.contextmanager
-def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
-    """Time and threads of shared tiers are those of the simulation, and so are the times by which
-    engines decide how long they wait for a tier. What is drawn at random comes from the seed."""
-    threads, time = OwnThreads(simulation), SimulatedTime(simulation)
-    secrets = SeededSecrets(seed)
-    patches: list[tuple[Any, str, Any]] = [
-        (sessions, "secrets", secrets),
-        (tier_keys, "secrets", secrets),
-        (shared_tier, "secrets", secrets),
-        (shared_tier, "time", time),
-        (summaries, "time", time),
-        (summaries, "threading", threads),
-        (clear_log, "threading", threads),
-        (shared_process, "time", time),
-        (shared_process, "threading", threads),
-        (loads, "time", time),
-        (worker, "time", time),
-        (request_state, "time", time),
-        (engine, "CostModel", partial(CostModel, clock=time.monotonic)),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    for module, name, simulated in patches:
-        setattr(module, name, simulated)
-    try:
-        yield
-    finally:
-        for module, name, real in before:
-            setattr(module, name, real)
 
 
 class _Process(SharedProcess):
