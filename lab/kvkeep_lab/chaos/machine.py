@@ -61,6 +61,7 @@ def simulated_machine(simulation: Simulation, seed: int) -> Iterator[None]:
         (shared_tier, "time", time),
         (summaries, "time", time),
         (summaries, "threading", threads),
+        (clear_log, "secrets", secrets),
         (clear_log, "threading", threads),
         (shared_process, "time", time),
         (shared_process, "threading", threads),
