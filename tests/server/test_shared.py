@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from kvkeep.server.lower_tier import Promotion
-from kvkeep.server.shared import Shared
+from kvkeep.server.shared import Shared, tenant_digest
 from kvkeep.server.startup import SharedFiles
 from kvkeep.store.layouts import Layout
 from kvkeep.store.store import Store
-from kvkeep.tiers.clear_log import Entry, chained
+from kvkeep.tiers.clear_log import ALL, START, Entry, chained
 from kvkeep.tiers.mover import Find, Job, Mover, Result, SyncClears
 from kvkeep.tiers.opening import SharedPlace
 from kvkeep.tiers.summaries import Shown
@@ -112,13 +112,15 @@ def test_a_process_that_cannot_be_started_is_tried_again(world: World) -> None:
     assert world.tier.revive(7)
 
 
-def read_log(world: World, *entries: Entry, after: int = 0) -> tuple[SyncClears, list[str]]:
+def read_log(
+    world: World, *entries: Entry, after: int = 0, **more: Any
+) -> tuple[SyncClears, list[str]]:
     """The job that reads the log of clears, and the tenants that are heard of when it answers."""
     taken = world.tier.take_records(1)
     assert taken is not None
     job, planned = taken
     assert isinstance(job, SyncClears)
-    world.tier.wrote(planned, Result(1, clears=list(entries), after=after))
+    world.tier.wrote(planned, Result(1, clears=list(entries), after=after, **more))
     heard = world.tier.take_heard()
     world.tier.heard_is_cleared()
     return job, heard
@@ -157,6 +159,92 @@ def test_the_next_server_carries_out_a_log_that_is_not_the_one_it_knows(tmp_path
     assert read_log(World(tmp_path), Entry("c", "3"))[1] == ["c"], "a shorter one"
     job, _ = read_log(World(tmp_path))
     assert (job.after, job.carried_out) == (0, 0), "nothing is confirmed before it was read"
+
+
+def test_the_next_server_uses_no_generation_of_a_log_that_is_not_the_one_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log may have lost a clear, and with it the end of a generation. It is not forgotten if the
+    server ends before START is in the log."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    begin, one, two = Entry(START, "0"), Entry("a", "1"), Entry("b", "2")
+    before = World(tmp_path)
+    read_log(before, begin, one, two)
+    read_log(before, after=3)  # notes that all were carried out
+    for _ in range(2):
+        after = World(tmp_path)
+        read_log(after, begin, one)
+        layout = layout_of()
+        assert not asks(after, layout), "its own generation is not known yet"
+        (start,) = read_log(after, after=2)[0].clears
+        assert start.name == START and start != begin
+    read_log(after, start, after=2)
+    assert asks(after, layout) and read_log(after, after=3)[0].clears == []
+    read_log(after, after=3)
+    again = World(tmp_path)
+    read_log(again, begin, one, start)
+    assert read_log(again, after=3)[0].clears == [], "this log is known now"
+
+
+def test_a_start_clears_no_memory(world: World) -> None:
+    assert read_log(world, Entry(START, "0"), Entry("a", "1"), Entry(START, "2"))[1] == ["a"]
+
+
+def test_a_clear_is_waited_for_in_the_log_that_the_tier_has_now(world: World) -> None:
+    """The tier has lost its log before another host heard: the process cannot tell who lacks the
+    clear, and that does not mean that nobody does."""
+    begin = Entry(START, "0")
+    read_log(world, begin)
+    world.tier.clear("tenant")
+    (clear,) = read_log(world, after=1)[0].clears
+    read_log(world, clear, after=1)
+    assert read_log(world, after=2, lacking=["two"])[0].awaited == 2
+    assert world.tier.is_clearing and world.tier.unreached() == ["two"]
+    other = Entry(START, "of another log")
+    read_log(world, other)
+    assert world.tier.is_clearing
+    assert read_log(world, begin, clear, after=1)[0].clears == [begin, clear]
+    assert read_log(world, after=3, lacking=["two"])[0].awaited == 3
+    assert world.tier.is_clearing and world.tier.unreached() == ["two"]
+    read_log(world, after=3)
+    assert not world.tier.is_clearing
+
+
+def test_hosts_that_are_known_are_told_to_every_process_and_the_next_server(
+    world: World, tmp_path: Path
+) -> None:
+    assert read_log(world, Entry(START, "0"), hosts=["one", "two"])[0].hosts == []
+    assert read_log(world, after=1, hosts=["two", "three"])[0].hosts == ["one", "two"]
+    assert read_log(world, after=1, hosts=[])[0].hosts == ["one", "two", "three"]
+    assert read_log(World(tmp_path), Entry(START, "0"))[0].hosts == ["one", "two", "three"]
+
+
+def test_blocks_of_before_a_clear_are_not_found_if_its_number_was_given_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service has lost a clear that one host knew. The next clear, on another host, has the same
+    number."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    clears = [Entry(name, token) for name in (ALL, tenant_digest("tenant")) for token in "12"]
+    layout, places = layout_of(), []
+    for at, clear in enumerate(clears):
+        host = World(tmp_path / str(at))
+        read_log(host, clear)
+        places.append(asks(host, layout))
+    assert None not in places and len(set(places)) == 4
+
+
+def layout_of() -> Layout:
+    store = Store(1 << 20, 1 << 20)
+    store.open_session(1)
+    return store.open_layout(1, b"layout", (4096,))
+
+
+def asks(world: World, layout: Layout) -> str | None:
+    """Where blocks of a tenant are looked for, if at all."""
+    promotion = Promotion("tenant", layout, bytes(16), None, 0, 0, insists=True)
+    job = world.tier.ask(5, promotion)
+    return job.place if isinstance(job, Find) else None
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvkeep.errors import TierError
 from kvkeep.tiers.checked_tier import CheckedTier
-from kvkeep.tiers.clear_log import ALL, Entry, Hosts, SharedLog
+from kvkeep.tiers.clear_log import ALL, START, Entry, Hosts, SharedLog
 from kvkeep.tiers.file_tier import FileTier
 from kvkeep.tiers.tier import Part
 from kvkeep.units import MIB
@@ -29,7 +29,9 @@ def test_every_host_reads_all_entries_in_one_order(tier: CheckedTier) -> None:
     assert one.sync([first], 0) == [first]
     assert two.sync([second, third], 0) == [first, second, third]
     assert one.sync([], 1) == [second, third]
-    assert one.generations("a") == [0, 1, 2] and one.generations("b") == [0, 2, 3]
+    marks = [one.mark(number) for number in (1, 2, 3)]
+    assert one.generations("a") == marks[:2] and one.generations("b") == marks[1:]
+    assert two.generations("a") == marks[:2]
     assert SharedLog(tier).sync([], 0) == [first, second, third]
 
 
@@ -37,6 +39,82 @@ def test_a_clear_that_is_appended_again_is_one_entry(tier: CheckedTier) -> None:
     clear = Entry("a", "1")
     SharedLog(tier).sync([clear], 0)
     assert SharedLog(tier).sync([clear], 0) == [clear]
+
+
+def test_a_number_that_is_given_again_begins_another_generation(tier: CheckedTier) -> None:
+    """The service has lost a clear, and the only host that knew it is gone. What that host stored
+    after the clear is from before the next one."""
+    gone, other = SharedLog(tier), SharedLog(tier)
+    gone.sync([Entry(ALL, "1")], 0)
+    tier.delete("v1/control/clears/")
+    other.sync([Entry(ALL, "2")], 0)
+    assert gone.generations("a")[-1] not in other.generations("a")
+
+
+def test_clears_in_another_order_begin_other_generations(tier: CheckedTier) -> None:
+    first, second = Entry("a", "1"), Entry(ALL, "2")
+    log = SharedLog(tier)
+    log.sync([first, second], 0)
+    before = log.generations("a")
+    tier.delete("v1/control/clears/")
+    again = SharedLog(tier)
+    again.sync([second, first], 0)
+    assert not set(before) & set(again.generations("a"))
+
+
+def test_a_log_begins_once_and_is_never_without_an_entry(tier: CheckedTier) -> None:
+    """What is on the tier may be older than the log, and have been cleared since."""
+    one, two = SharedLog(tier), SharedLog(tier)
+    one.begin()
+    (begin,) = one.sync([], 0)
+    assert begin.name == START
+    two.begin()
+    one.begin()
+    assert two.sync([], 0) == one.sync([], 0) == [begin]
+    tier.delete("v1/control/clears/")
+    after = SharedLog(tier)
+    after.begin()
+    assert after.generations("a")[-1] not in one.generations("a")
+
+
+def test_clears_behind_a_missing_one_are_not_overlooked(tier: CheckedTier) -> None:
+    entries = [Entry("a", "1"), Entry("b", "2"), Entry("c", "3")]
+    log = SharedLog(tier)
+    log.sync(entries, 0)
+    tier.drop(["v1/control/clears/2"])
+    assert SharedLog(tier).sync([], 0) == entries[:1], "a host that has not begun"
+    fresh = SharedLog(tier)
+    fresh.begin()
+    assert [each.name for each in fresh.sync([], 0)] == ["a", START, "c"]
+    assert fresh.generations("b")[-1] not in log.generations("b")
+
+
+def test_what_others_append_meanwhile_is_no_gap(
+    tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [Entry("a", str(number)) for number in range(4)]
+    other, fresh = SharedLog(tier), SharedLog(tier)
+    other.sync(entries[:1], 0)
+    read = tier.read
+
+    def read_late(parts: Sequence[Part]) -> list[int]:
+        """Whoever looks for a gap sees what was appended after it had read the log."""
+        if len(parts) > 1:
+            monkeypatch.setattr(tier, "read", read)
+            other.sync(entries, 0)
+        return read(parts)
+
+    monkeypatch.setattr(tier, "read", read_late)
+    fresh.begin()
+    assert fresh.sync([], 0) == entries
+
+
+def test_a_log_that_cannot_begin_is_not_one_without_clears(
+    tier: CheckedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "write", lambda parts: [False] * len(parts))
+    with pytest.raises(TierError, match="no room"):
+        SharedLog(tier).begin()
 
 
 def test_hosts_that_append_at_once_lose_none(tier: CheckedTier) -> None:
@@ -65,14 +143,33 @@ def test_many_entries(tier: CheckedTier) -> None:
 
 def test_hosts_confirm_what_they_have_carried_out(tier: CheckedTier) -> None:
     one, two = Hosts(tier, "one"), Hosts(tier, "two")
-    one.confirm(0)
-    two.confirm(0)
+    one.join()
+    two.join()
     assert one.lacking(1) == ["two"] and two.lacking(1) == ["one"]
     two.confirm(3)
     assert one.lacking(1) == one.lacking(3) == [] and one.lacking(4) == ["two"]
     again = Hosts(tier, "two")  # the next process of that host
+    again.join()
     again.confirm(200)
     assert one.lacking(200) == [] and again.lacking(1) == ["one"]
+
+
+def test_hosts_that_a_service_has_lost_are_soon_in_the_list_again(tier: CheckedTier) -> None:
+    """One that is up enters itself. One that is down is entered by a host that knows it."""
+    hosts = [Hosts(tier, name) for name in ("one", "two", "three")]
+    for host in hosts:
+        host.join()
+    tier.drop(["v1/control/hosts/2"])
+    new = Hosts(tier, "new")
+    new.join()
+    assert "two" not in new.names()
+    for _ in range(3):
+        hosts[1].names()
+    assert "two" in new.names()
+    tier.delete("v1/control/hosts/")
+    again = Hosts(tier, "one")
+    again.join(["two", "three", "one"])
+    assert again.lacking(1) == ["two", "three"]
 
 
 def test_entries_that_a_service_has_evicted_are_written_again(tier: CheckedTier) -> None:
@@ -105,7 +202,8 @@ def test_what_is_confirmed_of_one_log_is_not_of_another(tier: CheckedTier) -> No
     clears = SharedLog(tier)
     clears.sync([Entry("a", "1")], 0)
     one, two = Hosts(tier, "one", clears.mark), Hosts(tier, "two", clears.mark)
-    one.confirm(0)
+    one.join()
+    two.join()
     two.confirm(1)
     assert one.lacking(1) == []
     tier.delete("v1/control/clears/")

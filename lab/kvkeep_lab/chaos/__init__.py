@@ -2,6 +2,7 @@
 
 plan.py         engines, requests and faults, drawn from a seed
 run.py          a run of a plan
+machine.py      what a run would take from the machine
 client.py       an engine process
 server.py       the server process of a host
 network.py      connections between them

@@ -56,7 +56,7 @@ class Checks:
                 raise Violation("broken_rules", f"the store contradicts itself: {error}") from error
             self._check_ready_blocks()
             if self._server.shared is not None:
-                self._server.shared.check_memory(self._server.store)
+                self._server.shared.check_memory()
         for client in self._clients:
             self._check_client(client)
 

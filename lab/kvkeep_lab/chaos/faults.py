@@ -147,6 +147,12 @@ class Faults:
         self._server.shared.service.empty()
         return True
 
+    def _lost_entry(self, chance: random.Random) -> bool:
+        """It evicts an entry of the log of clears."""
+        if self._server.shared is None:
+            return False
+        return self._server.shared.service.lose_clear(chance)
+
     def _cut_off(self, chance: random.Random) -> bool:
         """The host does not reach the service: it is refused, or hears nothing."""
         if self._server.shared is None:

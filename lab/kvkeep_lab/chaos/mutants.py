@@ -38,7 +38,7 @@ from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
 from kvkeep.tiers import mover_process
-from kvkeep.tiers.clear_log import SharedLog
+from kvkeep.tiers.clear_log import START, SharedLog
 from kvkeep.tiers.disk_index import DiskIndex
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import frames
@@ -437,10 +437,10 @@ def _stay_deaf_to_clears() -> list[Patch]:
 
     def take_clears(self: Shared, syncing: Any, result: Any) -> None:
         before = {**self._generations}
-        own = {each.name for each in self._clears}
+        own = {START, *(each.name for each in self._clears)}
         right(self, syncing, result)
         for name in {each.name for each in result.clears} - own:
-            self._generations[name] = before.get(name, 0)
+            self._generations[name] = before.get(name, (0, ""))
 
     right = Shared._take_clears
     return [(Shared, "_take_clears", take_clears)]

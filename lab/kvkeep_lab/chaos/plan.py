@@ -51,7 +51,7 @@ SERVICE_RATES: dict[str, tuple[float, ...]] = {
     "lost_write": (0.02, 0.2),
     "late_write": (0.01, 0.1),
 }
-SERVICE_MOMENTS = ("service_restart", "cut_off")
+SERVICE_MOMENTS = ("service_restart", "cut_off", "lost_entry")
 # At a moment, each so often.
 MOMENTS: dict[str, int] = {
     "server_crash": 3,
@@ -273,6 +273,7 @@ def _on_hosts(plan: Plan, calm: bool) -> Plan:
         items.append(replace(arrival, at_ms=at_ms, engine=chance.randrange(hosts)))
     if not calm:
         items += _service_faults(chance, duration_ms)
+        items += _lost_entries(plan.seed, duration_ms)
     return replace(plan, duration_ms=duration_ms, items=tuple(items))
 
 
@@ -292,6 +293,15 @@ def _service_faults(chance: random.Random, duration_ms: int) -> list[Item]:
     ]
     return rates + [
         Moment(chance.randrange(duration_ms), fault, chance.randrange(1 << 30)) for fault in moments
+    ]
+
+
+def _lost_entries(seed: int, duration_ms: int) -> list[Item]:
+    """From a stream of their own, so that the rest of all plans stays as it is."""
+    chance = random.Random(f"lost entries {seed}")
+    return [
+        Moment(chance.randrange(duration_ms), "lost_entry", chance.randrange(1 << 30))
+        for _ in range(chance.choice((0, 0, 2, 6)))
     ]
 
 

@@ -28,6 +28,7 @@ from kvkeep_lab.chaos.checks import Checks
 from kvkeep_lab.chaos.client import CLIENT_FILES, ChaosClient
 from kvkeep_lab.chaos.disk import ChaosDisk
 from kvkeep_lab.chaos.faults import Faults
+from kvkeep_lab.chaos.machine import simulated_machine
 from kvkeep_lab.chaos.network import ChaosNetwork
 from kvkeep_lab.chaos.plan import (
     Arrival,
@@ -41,7 +42,7 @@ from kvkeep_lab.chaos.plan import (
 from kvkeep_lab.chaos.probe import Probe
 from kvkeep_lab.chaos.record import Outcome, Record, Violation
 from kvkeep_lab.chaos.server import ChaosServer
-from kvkeep_lab.chaos.shared import ChaosShared, Clears, in_simulated_time
+from kvkeep_lab.chaos.shared import ChaosShared, Clears
 from kvkeep_lab.chaos.shared_service import SharedService
 from kvkeep_lab.chaos.truth import Truth
 from kvkeep_lab.simulation.simulation import Killed, Simulation
@@ -50,6 +51,7 @@ _SLOT_BYTES = 4096
 _SLAB_BYTES = 4 * _SLOT_BYTES
 _SLICE_US = 100_000
 _PATIENCE_US = 15_000_000
+_PREFIX_CHARS = 24
 _SESSIONS_TIME_OUT_US = 11_000_000  # those that nobody attached to, too
 
 
@@ -100,16 +102,14 @@ class ChaosRun:
 
     def _run(self) -> Outcome:
         memory = Path("/dev/shm")
-        directory = Path(
-            tempfile.mkdtemp(
-                prefix=f"kvkeep-chaos-{os.getpid()}-", dir=memory if memory.is_dir() else None
-            )
-        )
+        # Servers tell engines this path: a longer one makes their messages longer.
+        prefix = f"kvkeep-chaos-{os.getpid()}-".ljust(_PREFIX_CHARS, "-")
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory if memory.is_dir() else None))
         outcome = Outcome(self._plan.seed)
         sys.unraisablehook, before = _ignoring_the_killed(sys.unraisablehook), sys.unraisablehook
         gc.disable()  # what is found to be gone, and when, is no matter of the seed
         simulated = ExitStack()
-        simulated.enter_context(in_simulated_time(self._simulation, self._plan.seed))
+        simulated.enter_context(simulated_machine(self._simulation, self._plan.seed))
         try:
             self._set_up(directory)
             self._simulation.run(self._plan.duration_ms * 1000)

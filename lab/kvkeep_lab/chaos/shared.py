@@ -10,34 +10,25 @@ answer did not name."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvkeep.client import loads, worker
-from kvkeep.connector import request_state
-from kvkeep.connector.cost_model import CostModel
-from kvkeep.engine import engine
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.server import sessions
-from kvkeep.server import shared as shared_tier
 from kvkeep.server.lower_tier import LowerTier, Promotion, ReadJob, WriteJob
 from kvkeep.server.movement import INSISTS_MS, Movement
 from kvkeep.server.shared import RecentKeys, Shared
 from kvkeep.server.startup import _FIRST_MOVER, SharedFiles
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import READY
-from kvkeep.tiers import clear_log, shared_process, summaries, tier_keys
 from kvkeep.tiers.checked_tier import CheckedTier
 from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import Fetch, Job, Result, Share
@@ -51,7 +42,6 @@ from kvkeep_lab.chaos.mover import ChaosMover
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.chaos.shared_service import CONTROL, Origin, ServiceMedium, SharedService
 from kvkeep_lab.simulation.simulation import Process, Simulation
-from kvkeep_lab.simulation.threads import OwnThreads, SimulatedTime
 
 _TODAY_MS = 1_700_000_000_000
 _UNKNOWN_US = 1 << 62  # of what is no block, or was stored by a server that ended meanwhile
@@ -60,51 +50,6 @@ _REMEMBERED = 1 << 12
 _ASK_CLEAR_US = 50_000  # how often an operator looks whether a clear is complete
 _CLEAR_WITHIN_US = 15_000_000  # then the operator is told that the outcome is unknown
 _PUBLISHED_US = int(HOLDS_S * 1e6) + 1_500_000  # a map is read once a second
-
-
-class SeededSecrets:
-    """The module `secrets`, so that a seed also gives the names that are drawn, and with them the
-    order of what is sorted by name."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(f"secrets {seed}")
-
-    def randbits(self, bits: int) -> int:
-        return self._random.getrandbits(bits)
-
-    def token_hex(self, length: int) -> str:
-        return self._random.randbytes(length).hex()
-
-
-@contextlib.contextmanager
-def in_simulated_time(simulation: Simulation, seed: int) -> Iterator[None]:
-    """Time and threads of shared tiers are those of the simulation, and so are the times by which
-    engines decide how long they wait for a tier. What is drawn at random comes from the seed."""
-    threads, time = OwnThreads(simulation), SimulatedTime(simulation)
-    secrets = SeededSecrets(seed)
-    patches: list[tuple[Any, str, Any]] = [
-        (sessions, "secrets", secrets),
-        (tier_keys, "secrets", secrets),
-        (shared_tier, "secrets", secrets),
-        (shared_tier, "time", time),
-        (summaries, "time", time),
-        (summaries, "threading", threads),
-        (clear_log, "threading", threads),
-        (shared_process, "time", time),
-        (shared_process, "threading", threads),
-        (loads, "time", time),
-        (worker, "time", time),
-        (request_state, "time", time),
-        (engine, "CostModel", partial(CostModel, clock=time.monotonic)),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    for module, name, simulated in patches:
-        setattr(module, name, simulated)
-    try:
-        yield
-    finally:
-        for module, name, real in before:
-            setattr(module, name, real)
 
 
 class _Process(SharedProcess):
@@ -178,14 +123,12 @@ class SharedMover(ChaosMover):
 
 @dataclass
 class _Clear:
-    """One clear, of a tenant or of all. `named`: hosts that the answer has named. `unlisted`: those
-    whose entry in the list of hosts the service had lost, which nobody could wait for."""
+    """One clear, of a tenant or of all. `named`: hosts that the answer has named."""
 
     tenant: str | None
     asked_us: int
     answered_us: int
     named: set[str]
-    unlisted: set[str]
 
     def covers(self, tenant: str, stored_us: int) -> bool:
         return self.tenant in (None, tenant) and stored_us < self.asked_us
@@ -196,7 +139,7 @@ class Clears:
 
     def __init__(self) -> None:
         self.complete: list[_Clear] = []
-        self.hosts: list[str] = []
+        self.hosts: list[ChaosShared] = []
 
 
 class ChaosShared:
@@ -224,7 +167,7 @@ class ChaosShared:
         self.service = service
         self._simulation = service.simulation
         self._clears = clears
-        clears.hosts.append(self.name)
+        clears.hosts.append(self)
         self._record = record
         self._kept = directory / "shared-tier.json"
         self._kept.write_bytes(msgspec.json.encode({"host": self.name, "carried_out": {}}))
@@ -277,6 +220,7 @@ class ChaosShared:
         tier._there = RecentKeys(_REMEMBERED)
         self._watch_tier(tier)
         self._watch_memory(store)
+        self._store = store
         self.movement = Movement(store, [], [tier], self._wall_ms)
         self._watch_lookups(self.movement)
         return self.movement
@@ -302,31 +246,34 @@ class ChaosShared:
             movement.clear_all()
         else:
             movement.clear(tenant)
-        unlisted: set[str] = set()
 
         def look() -> None:
             if self.movement is not movement:
                 return  # the server is gone: nobody was told anything
-            unlisted.update(self._unlisted())
             if not movement.is_clearing:
                 named, now_us = set(movement.unreached), self._simulation.now_us
-                self._clears.complete.append(_Clear(tenant, asked_us, now_us, named, unlisted))
+                self._clears.complete.append(_Clear(tenant, asked_us, now_us, named))
                 text = f"a clear is complete{f', except on {sorted(named)}' if named else ''}"
                 self._record.tell(self.name, text)
+                for host in self._clears.hosts:
+                    host.check_memory()
             elif self._simulation.now_us < asked_us + _CLEAR_WITHIN_US:
                 self._simulation.after(_ASK_CLEAR_US, look)
 
         self._simulation.after(_ASK_CLEAR_US, look)
 
-    def check_memory(self, store: Store) -> None:
+    def check_memory(self) -> None:
         """No block is there that a clear was said to have removed."""
+        if self.movement is None:
+            return
+        store = self._store
         for owner in store.tenants:
             for key, row in owner.index.items():
                 if store.blocks.table.state[row] != READY:
                     continue
                 for clear in self._clears.complete:
                     is_old = clear.covers(owner.name, self._stored_us.get(key, _UNKNOWN_US))
-                    if is_old and self.name not in clear.named | clear.unlisted:
+                    if is_old and self.name not in clear.named:
                         text = f"a block cleared at {clear.asked_us} us is in memory of {self.name}"
                         raise Violation("broken_rules", text)
 
@@ -361,12 +308,6 @@ class ChaosShared:
         return [f"{count} {name}" for name, count in counts.items() if count]
 
     # -- inside
-
-    def _unlisted(self) -> set[str]:
-        """Hosts that are not in the service's list now."""
-        values = self.service.values
-        listed = b"".join(values[name] for name in values if name.startswith(clear_log.HOSTS))
-        return {name for name in self._clears.hosts if f'"{name}"'.encode() not in listed}
 
     def _wall_ms(self) -> int:
         return _TODAY_MS + self._simulation.now_us // 1000
@@ -461,7 +402,7 @@ class ChaosShared:
         origin = self._read[key]
         self.hits += origin.host != self._host
         for clear in self._clears.complete:
-            if clear.covers(tenant, origin.stored_us) and self.name not in clear.unlisted:
+            if clear.covers(tenant, origin.stored_us):
                 ago_us = self._simulation.now_us - clear.answered_us
                 text = (
                     f"a block came up on {self.name} that was cleared, {ago_us} us after the answer"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.errors import TierError
+from kvkeep.tiers.clear_log import CLEARS
 from kvkeep.tiers.tier import Part, Usage
 from kvkeep_lab.chaos.record import Record
 from kvkeep_lab.simulation.simulation import Simulation
@@ -72,6 +73,13 @@ class SharedService:
             self.values.pop(name, None)
             self.origins.pop(name, None)
             self.acknowledged_us.pop(name, None)
+
+    def lose_clear(self, chance: random.Random) -> bool:
+        """One entry of the log of clears, if there are any."""
+        names = sorted(name for name in self.values if name.startswith(CLEARS))
+        if names:
+            self.drop([chance.choice(names)])
+        return bool(names)
 
     def evict(self) -> None:
         """Some blocks, by rules of its own. What hosts tell each other is read each second, so it is

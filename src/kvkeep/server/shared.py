@@ -10,7 +10,9 @@ willing to wait at all costs; the tier is asked all the same, 20 times a second,
 have forgotten what they wrote.
 
 Once a second the process reads which tenants were cleared, on whichever host (`SharedLog`). A server
-that could not read that for five seconds neither reads nor writes blocks.
+that could not read that for five seconds neither reads nor writes blocks. One that finds another log
+than the one its predecessor knew ends all generations (START): there may have been clears that the
+log has lost.
 
 A tier that stalls or fails is set aside, its process is killed, and after a pause a new process asks
 it something. It is used again when it answers. Memory and disks go on meanwhile."""
@@ -39,7 +41,7 @@ from kvkeep.server.lower_tier import Hit, LowerTier, Planned, Promotion, ReadJob
 from kvkeep.store.layouts import Layout
 from kvkeep.store.plans import NORMAL_PRIORITY
 from kvkeep.store.tree import key_at
-from kvkeep.tiers.clear_log import ALL, Entry, chained
+from kvkeep.tiers.clear_log import ALL, START, Entry, chained, mark, new_start
 from kvkeep.tiers.mover import MOST_CLEARS, Fetch, Find, Job, Mover, Result, Share, SyncClears
 from kvkeep.tiers.summaries import Shown, words_of
 from kvkeep.wire.pool_files import Watch
@@ -121,15 +123,19 @@ class Shared(LowerTier):
         self._clears: list[Entry] = []  # ours, not seen in the log yet
         self._heard: list[str] = []  # tenants that others cleared, to be cleared here
         self._is_clearing_heard = False  # those that were taken
-        self._generations: dict[str, int] = {}  # by digest of a tenant, or ALL
+        # Number of the last entry, and digest of the log up to it; by tenant's digest, ALL or START.
+        self._generations: dict[str, tuple[int, str]] = {}
         self._entries: list[Entry] = []  # of the log, as far as it was read
         self._digest = ""  # of these
         self._read_s = -_CLEARS_HOLD_S  # as of when all entries are known
         self._is_syncing = False
-        self._kept = kept
-        self._host, carried_out, digests = _load(kept)
-        self._carried_out = carried_out.get(name, 0)  # entries of the log, in memory and on disks
-        self._carried_digest = digests.get(name, "")  # of these
+        self._kept_at = kept
+        before = _load(kept)
+        self._host = before.host
+        self._hosts = before.hosts.get(name, [])  # all that ever used the tier, as far as known
+        self._is_unsaved = False
+        self._carried_out = before.carried_out.get(name, 0)  # entries, in memory and on disks
+        self._carried_digest = before.digests.get(name, "")  # of these
         self._unproven: list[str] = []  # tenants in them, until the log proves to be the same
         self._known_before: set[Entry] = set()  # carried out, of a log that the tier has lost
         self._awaited = 0  # our last clear, unless all hosts have confirmed it
@@ -214,8 +220,8 @@ class Shared(LowerTier):
         meaning = repr((layout.shard_bytes, sorted(layout.physical.items()))).encode()
         means = blake2b(layout.fingerprint + meaning, digest_size=_DIGEST_BYTES).hexdigest()
         digest = tenant_digest(tenant)
-        generation = max(self._generations.get(digest, 0), self._generations.get(ALL, 0))
-        return f"v1/{digest}/{generation}/{means}"
+        began = max(self._generations.get(name, (0, "")) for name in (digest, ALL, START))
+        return f"v1/{digest}/{mark(*began)}/{means}"
 
     def _before(self, layout: Layout, keys: bytes) -> bytes:
         """The last of these keys, from where a parcel may begin that goes on beyond them."""
@@ -224,7 +230,8 @@ class Shared(LowerTier):
 
     def _is_cleared(self, tenant: str) -> bool:
         """Whether the tenant is being cleared: its next generation is not known yet."""
-        return any(each.name in (tenant_digest(tenant), ALL) for each in self._clears)
+        ends = (tenant_digest(tenant), ALL, START)
+        return any(each.name in ends for each in self._clears)
 
     def _forget(self) -> None:
         """What the tier has is not known any more."""
@@ -316,10 +323,12 @@ class Shared(LowerTier):
     def wrote(self, planned: object, result: Result) -> None:
         if isinstance(planned, _Syncing):
             self._usage = result.usage
-            if planned.awaited and planned.awaited == self._awaited:
+            is_same_log = result.after == len(self._entries)
+            if is_same_log and planned.awaited and planned.awaited == self._awaited:
                 self._lacking = result.lacking
                 self._awaited = self._awaited if self._lacking else 0
             self._take_clears(planned, result)
+            self._take_hosts(result.hosts)
             return
         assert isinstance(planned, SharedWrite)
         kept = np.frombuffer(result.good, np.uint8)
@@ -364,25 +373,45 @@ class Shared(LowerTier):
             self._entries.append(each)
             self._digest = chained(self._digest, each)
             number = len(self._entries)
-            self._generations[each.name] = number
-            if each in self._clears:
-                self._clears.remove(each)
-                self._awaited = number
-                self._await_until_s = time.monotonic() + _CONFIRMED_WITHIN_S
-            elif number > self._carried_out and each not in self._known_before:
-                self._heard.append(each.name)
-            else:
-                self._unproven.append(each.name)
+            self._generations[each.name] = number, self._digest
+            self._take_entry(number, each)
             if number == self._carried_out:
                 self._prove(self._digest == self._carried_digest)
         if len(result.clears) < MOST_CLEARS:
             self._prove(len(self._entries) >= self._carried_out)
             self._read_s = syncing.began_s
 
+    def _take_entry(self, number: int, entry: Entry) -> None:
+        """START names no tenant: memory and disks keep what they have."""
+        is_own = entry in self._clears
+        if is_own:
+            self._clears.remove(entry)
+        if entry.name == START:
+            return
+        if is_own:
+            self._awaited = number
+            self._await_until_s = time.monotonic() + _CONFIRMED_WITHIN_S
+        elif number > self._carried_out and entry not in self._known_before:
+            self._heard.append(entry.name)
+        else:
+            self._unproven.append(entry.name)
+
+    def _take_hosts(self, hosts: list[str]) -> None:
+        """They are kept for the next server: the tier may lose the list while this host is down."""
+        unknown = [host for host in hosts if host not in self._hosts]
+        self._hosts += unknown
+        self._is_unsaved |= bool(unknown)
+
     def _prove(self, is_same: bool) -> None:
         """Whether the log is the one of which clears were carried out here. If not, those that seemed
-        to be are heard."""
+        to be are heard, and no generation of before is used: the log may have lost the clear that
+        ended it."""
         if not is_same:
+            text = (
+                "%s %s has lost clears of tenants while this server was down: nothing is used that"
+            )
+            log.warning(text + " was stored there before", self.kind, self.name)
+            self._clears.append(new_start())
             self._heard += self._unproven
             self._carried_out = 0
         self._unproven.clear()
@@ -412,8 +441,9 @@ class Shared(LowerTier):
         is_cleared = not (self._heard or self._is_clearing_heard)
         if len(self._entries) > self._carried_out and is_cleared:
             self._carried_out, self._carried_digest = len(self._entries), self._digest
-            carried_out, digests = {self.name: self._carried_out}, {self.name: self._digest}
-            _save(self._kept, _Kept(self._host, carried_out, digests))
+            self._is_unsaved = True
+        if self._is_unsaved and self._carried_out and not self._clears:
+            self._save()  # with a START under way, the next server has to see what this one saw
         self._is_syncing = True
         job = SyncClears(
             number,
@@ -423,8 +453,21 @@ class Shared(LowerTier):
             min(self._carried_out, len(self._entries)),
             self._awaited,
             self._digest,
+            self._hosts[:],
         )
         return job, _Syncing(time.monotonic(), self._awaited)
+
+    def _save(self) -> None:
+        """For the next server."""
+        self._is_unsaved = False
+        name = self.name
+        kept = _Kept(
+            self._host,
+            {name: self._carried_out},
+            {name: self._carried_digest},
+            {name: self._hosts},
+        )
+        _save(self._kept_at, kept)
 
     def put_aside(self, why: str) -> None:
         super().put_aside(why)
@@ -508,23 +551,23 @@ class RecentKeys:
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What the next server needs: by which name other hosts know this one, how many clears were
-    carried out here, and their digest, by tier."""
+    """What the next server needs: by which name other hosts know this one, and by tier how many
+    clears were carried out here, their digest, and the hosts that use it."""
 
     host: str
     carried_out: dict[str, int]
     digests: dict[str, str] = {}
+    hosts: dict[str, list[str]] = {}
 
 
-def _load(path: Path) -> tuple[str, dict[str, int], dict[str, str]]:
+def _load(path: Path) -> _Kept:
     """A new host if it cannot be read: then all clears of the log are carried out again."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        return kept.host, kept.carried_out, kept.digests
+        return msgspec.json.decode(path.read_bytes(), type=_Kept)
     name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:_MOST_HOST_CHARS]
-    host = f"{name or 'host'}-{secrets.token_hex(4)}"
-    _save(path, _Kept(host, {}))
-    return host, {}, {}
+    kept = _Kept(f"{name or 'host'}-{secrets.token_hex(4)}", {})
+    _save(path, kept)
+    return kept
 
 
 def _save(path: Path, content: _Kept) -> None:

@@ -143,7 +143,8 @@ class SyncClears(msgspec.Struct, frozen=True, tag=True):
     """Appends these clears to a shared tier's log, unless they are there, and asks for all entries
     after number `after`; for all entries if the log up to there has another `digest`. Tells other
     hosts that this `host` has carried out the clears up to a number, and asks which ones have not
-    carried out number `awaited`, unless that is 0."""
+    carried out number `awaited`, unless that is 0. `hosts` are those that are known: the tier may
+    have lost its list."""
 
     number: int
     after: int
@@ -152,6 +153,7 @@ class SyncClears(msgspec.Struct, frozen=True, tag=True):
     carried_out: int
     awaited: int = 0
     digest: str = ""
+    hosts: list[str] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -184,8 +186,8 @@ class Result(msgspec.Struct, frozen=True):
     may still have good blocks if the job was a Read; it promises nothing about the record of a
     Write or Append. `seconds`: since its first byte was moved. `found` answers a Find, `checksums`
     a Fetch: a row for each block, a column for each shard; `clears` a SyncClears, from the one behind
-    number `after` on, together with the hosts that are `lacking` and the tier's `usage`: blocks, bytes that they take,
-    bytes that there is room for."""
+    number `after` on, together with the hosts that are `lacking`, all `hosts` that are known by now,
+    and the tier's `usage`: blocks, bytes that they take, bytes that there is room for."""
 
     number: int
     error: str = ""
@@ -197,6 +199,7 @@ class Result(msgspec.Struct, frozen=True):
     lacking: list[str] = []
     usage: tuple[int, int, int] = (0, 0, 0)
     after: int = 0
+    hosts: list[str] = []
 
 
 Job = Write | Read | Check | Append | Compact | Find | Fetch | Share | SyncClears

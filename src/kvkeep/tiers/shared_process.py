@@ -71,6 +71,7 @@ class _Moving:
     clears: list[Entry] = field(default_factory=list)
     after: int = 0  # the number before the first of them
     lacking: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
     usage: tuple[int, int, int] = (0, 0, 0)
     error: str = ""
     began_s: float = 0.0
@@ -88,8 +89,8 @@ class SharedProcess:
         self._pool = pool
         self._tier = tier
         self._log = SharedLog(tier)
-        self._hosts: Hosts | None = None
-        self._is_listed = False  # among the hosts that use the tier
+        self._hosts: Hosts | None = None  # once this host is in their list
+        self._host_names: list[str] = []  # of all, when the list was read last
         self._socket = connected
         self._sending = threading.Lock()
         self._lock = threading.Lock()
@@ -247,36 +248,43 @@ class SharedProcess:
             # guard: whatever happened to this job, the mover goes on with the others
             moving.error = describe(error)
 
-    def _summarize(self, host: str) -> None:
+    def _summarize(self, host: str, hosts: Hosts) -> None:
         """Publishes, and reads what others have published, each second. While that fails, blocks are
         asked for."""
-        hosts = Hosts(self._tier, host)
         while True:
             with contextlib.suppress(TierError):
                 if self._summaries is None:
                     self._summaries = Summaries(self._tier, host, self._shown)
                     self._knows_host.set()
                 self._summaries.publish()
-                self._summaries.read(hosts.names())
+                self._host_names = hosts.names()
+                self._summaries.read(self._host_names)
             time.sleep(_SUMMARIES_S)
 
     def _sync(self, moving: _Moving, job: SyncClears) -> None:
-        self._hosts = self._hosts or Hosts(self._tier, job.host, self._log.mark)
+        hosts = self._hosts or self._join(job)
         known = self._log.sync(job.clears, 0)
         is_same = self._log.digest(job.after) == job.digest
         moving.after = job.after if is_same else 0
         moving.clears = known[moving.after :]
-        is_first = not self._is_listed
-        self._hosts.confirm(job.carried_out if is_same else 0)
-        self._is_listed = True
-        if is_first:
-            threading.Thread(target=self._summarize, args=(job.host,), daemon=True).start()
+        moving.hosts = self._host_names
+        hosts.confirm(job.carried_out if is_same else 0)
         if job.awaited and is_same:
-            moving.lacking = self._hosts.lacking(job.awaited)
+            moving.lacking = hosts.lacking(job.awaited)
         usage = self._tier.usage()
         moving.usage = usage.blocks, usage.used_bytes, usage.capacity_bytes
         if job.clears:
             threading.Thread(target=self._delete, args=(job.clears,), daemon=True).start()
+
+    def _join(self, job: SyncClears) -> Hosts:
+        """Enters the list of hosts before it reads the log: a clear that it does not read waits for
+        it."""
+        hosts = Hosts(self._tier, job.host, self._log.mark)
+        self._host_names = hosts.join(job.hosts)
+        self._log.begin()
+        self._hosts = hosts
+        threading.Thread(target=self._summarize, args=(job.host, hosts), daemon=True).start()
+        return hosts
 
     def _delete(self, clears: list[Entry]) -> None:
         """Removes what was cleared, as far as it is known where that is. It is out of use already:
@@ -301,6 +309,7 @@ class SharedProcess:
             moving.lacking,
             moving.usage,
             moving.after,
+            moving.hosts,
         )
         with self._sending:
             self._socket.sendall(frame_of(result))

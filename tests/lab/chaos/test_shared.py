@@ -61,7 +61,7 @@ def test_every_fault_of_a_service_happens_and_is_survived(make_plan: MakePlan, f
     assert outcome.finished == outcome.requests
 
 
-@pytest.mark.parametrize("fault", ["cut_off", "service_restart", "power_cut"])
+@pytest.mark.parametrize("fault", ["cut_off", "service_restart", "lost_entry", "power_cut"])
 def test_a_host_or_the_service_goes_and_comes_back(make_plan: MakePlan, fault: str) -> None:
     outcome = run_with_hosts(make_plan, *[Moment(at_ms, fault, at_ms) for at_ms in (2_500, 5_000)])
     assert not outcome.violation, outcome.violation
