@@ -97,11 +97,11 @@ Objects = Mapping[str, bytes]
 @dataclass(frozen=True)
 class Fault:
     """`begin` damages a service, or those objects of it that have one prompt, for as long as its
-    block lasts. `hit`: tokens of that prompt that come from the tier all the same; None: any
-    number. `is_shown`: whether operators see it. `stays`: the objects are not removed."""
+    block lasts. `hit`: how many tokens of that prompt may come from the tier all the same.
+    `is_shown`: whether operators see it. `stays`: the objects are not removed."""
 
     begin: Callable[[SharedService, Objects], AbstractContextManager[None]]
-    hit: int | None = 0
+    hit: range = range(1)
     is_shown: Callable[[dict[str, Any]], bool] = lambda tier: True
     is_encrypted: bool = False
     stays: bool = False
@@ -158,14 +158,14 @@ def is_set_aside(tier: dict[str, Any]) -> bool:
 
 FAULTS = {
     "garbage": Fault(damaged(lambda data: b"\xa5" * len(data))),
-    "half an object": Fault(damaged(lambda data: data[: len(data) // 2])),
+    "half an object": Fault(damaged(lambda data: data[: len(data) // 2]), hit=range(FOUND)),
     "one bit": Fault(damaged(lambda data: data[:70] + bytes([data[70] ^ 1]) + data[71:])),
     # Another release of kvkeep reads these.
     "older header": Fault(damaged(lambda data: data[:4] + b"\0" + data[5:]), stays=True),
-    "evicting": Fault(evicting, hit=None),
+    "evicting": Fault(evicting, hit=range(FOUND + 1)),
     "full": Fault(
         lambda running, objects: running.full(),
-        hit=None,
+        hit=range(FOUND + 1),
         # A cluster makes room by evicting blocks that are not pinned, as these are not.
         is_shown=lambda tier: (
             tier["counts"]["refused_blocks"] > 0 or tier["tier"].startswith("mooncake:")
@@ -327,7 +327,7 @@ def check(hosts: Hosts, fault: Fault) -> None:
     assert objects, "nothing to damage"
     with fault.begin(hosts.running, objects):
         found = hosts.hit(lost)
-        assert fault.hit in (None, found) and hosts.hit_in_memory() == FOUND
+        assert found in fault.hit and hosts.hit_in_memory() == FOUND
         if hosts.on_disk:
             assert hosts.hit_on_disk() == FOUND
         for _ in range(BURDEN):

@@ -53,10 +53,10 @@ def test_a_service_carries_blocks_from_one_host_to_the_other(running: SharedServ
         assert two.get(2, "blue") == BLOCKS
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True])
-def test_an_object_store_has_several_blocks_in_an_object(
-    tmp_path: Path, is_encrypted: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_encrypted"), [*((kind, False) for kind in KINDS), ("s3", True)]
+)
+def test_several_blocks_are_in_an_object(tmp_path: Path, kind: str, is_encrypted: bool) -> None:
     """Two hosts store prompts that diverge; neither knows what the other has stored."""
     keys = tmp_path / "tier.keys"
     keys.touch(0o600)
@@ -64,7 +64,7 @@ def test_an_object_store_has_several_blocks_in_an_object(
     more = ["--pool-size", "128MiB", *(("--tier-keys", str(keys)) if is_encrypted else ())]
     mixed = tokens_of(1)[:40] + tokens_of(2)[40:]
     content = np.concatenate([blocks_of(1)[:10], blocks_of(2)[10:]])
-    with service("s3", tmp_path) as running:
+    with service(kind, tmp_path) as running:
         known = running.environment
         with (
             host(running.address, *more, environment=known) as one,

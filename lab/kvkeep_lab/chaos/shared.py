@@ -34,6 +34,7 @@ from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import Fetch, Job, Result, Share
 from kvkeep.tiers.mover_process import MappedPool
 from kvkeep.tiers.opening import SharedPlace
+from kvkeep.tiers.parcels import place_of
 from kvkeep.tiers.shared_process import SharedProcess, _Moving
 from kvkeep.tiers.summaries import HOLDS_S, Shown
 from kvkeep.wire.messages import PoolPlace
@@ -216,7 +217,7 @@ class ChaosShared:
             mover.after_result = lambda: self.after_result()
             return mover, watch
 
-        tier = Shared("simulated service", 0, make_mover, self._kept, files.shown)
+        tier = Shared("simulated service", 0, make_mover, self._kept, files.shown, lambda _: 1)
         tier._there = RecentKeys(_REMEMBERED)
         self._watch_tier(tier)
         self._watch_memory(store)
@@ -411,6 +412,7 @@ class ChaosShared:
 
 
 def _names(place: str, keys: bytes) -> Iterable[str]:
+    place = place_of(place, 1)
     return [f"{place}/{keys[at : at + KEY_BYTES].hex()}" for at in range(0, len(keys), KEY_BYTES)]
 
 

@@ -28,6 +28,7 @@ from kvkeep.testing.process import JsonProcess, wait_for
 from kvkeep.tiers.memory import Pool
 from kvkeep.tiers.mover import JOB_BYTES, SHARED_PROGRAM, Fetch, Find, Mover, Share, SyncClears
 from kvkeep.tiers.opening import SharedPlace, open_tier
+from kvkeep.tiers.parcels import blocks_a_parcel
 from kvkeep.tiers.tier_address import TierAddress
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.messages import PoolPlace
@@ -110,7 +111,7 @@ class _UnderTest:
         self._address = address
         self._place = place
         self._nbytes = block_bytes
-        self._parcel_blocks = address.parcel_blocks(block_bytes)
+        self._parcel_blocks = blocks_a_parcel(block_bytes)
         self._ends = ExitStack()
         self._keys: list[bytes] = []  # of each job of the last write
         self._numbers = 0

@@ -27,6 +27,8 @@ measurements behind the choice."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,15 @@ def checksum_at(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64
     return np.array(
         [_checksum(native.bytes_at(int(a), nbytes)) for a in addresses], dtype=np.uint64
     )
+
+
+def checksums_of(views: Sequence[memoryview]) -> NDArray[np.uint64]:
+    """The checksums of writable buffers of one size, in one call."""
+    nbytes = views[0].nbytes if views else 0
+    if not nbytes:
+        return np.zeros(len(views), np.uint64)
+    at = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
+    return checksum_at(np.array(at, np.uint64), nbytes)
 
 
 def _checksum(data: NDArray[np.uint8]) -> int:

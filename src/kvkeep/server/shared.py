@@ -43,6 +43,7 @@ from kvkeep.store.plans import NORMAL_PRIORITY
 from kvkeep.store.tree import key_at
 from kvkeep.tiers.clear_log import ALL, START, Entry, chained, mark, new_start
 from kvkeep.tiers.mover import MOST_CLEARS, Fetch, Find, Job, Mover, Result, Share, SyncClears
+from kvkeep.tiers.parcels import blocks_a_parcel
 from kvkeep.tiers.summaries import Shown, words_of
 from kvkeep.wire.pool_files import Watch
 
@@ -105,7 +106,7 @@ class Shared(LowerTier):
         make_mover: Callable[[], tuple[Mover, Watch]],
         kept: Path,
         shown: Shown | None = None,
-        parcel_blocks: Callable[[int], int] = lambda slot_bytes: 1,
+        parcel_blocks: Callable[[int], int] = blocks_a_parcel,
     ) -> None:
         self._parcel_blocks = parcel_blocks
         self._shown = shown

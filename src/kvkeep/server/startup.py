@@ -299,7 +299,7 @@ def _open_shared(
     files = SharedFiles(place)
     make_mover = partial(_start_mover, pool, epoch, files, numbers, SHARED_PROGRAM)
     path = settings.state_dir / settings.name / kept
-    return Shared(str(tier), tier.size_bytes, make_mover, path, files.shown, tier.parcel_blocks)
+    return Shared(str(tier), tier.size_bytes, make_mover, path, files.shown)
 
 
 def _slab_bytes(size_bytes: int) -> int:

@@ -13,7 +13,7 @@ disk_check.py     a check of all blocks of a disk: which come next, what was fou
 tier.py           what every tier beyond memory does, for callers that may wait
 disk_tier.py      a disk as such a tier
 checked_tier.py   a service as such a tier: frames that verify what it returns
-parcels.py        several blocks in one object of a service, where small objects are slow
+parcels.py        several blocks in one object of a shared tier, with their checksums
 encryption.py     encrypts frames and names of a service (extra: encryption)
 tier_keys.py      the file of the keys for that
 service_address.py  addresses of services, and credentials, which are not in them

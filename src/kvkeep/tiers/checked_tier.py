@@ -52,6 +52,7 @@ class Proofs(Protocol):
     """How segments are proved, and under which names the medium has them."""
 
     kind: int
+    is_secret: bool
     other_kind: Verdict  # on a frame of another kind under one of these names
 
     def names(self, name: str) -> Sequence[str]:
@@ -68,6 +69,7 @@ class Checksums:
     """Finds accidents. It does not find forgeries: everybody can compute it."""
 
     kind = 0
+    is_secret = False
     other_kind = Verdict.UNKNOWN
 
     def names(self, name: str) -> Sequence[str]:
@@ -104,6 +106,11 @@ class CheckedTier:
         self.medium = medium
         self.best_bytes = medium.best_bytes
         self._proofs: Proofs = proofs or Checksums()
+
+    @property
+    def bare(self) -> Medium:
+        """For values that prove themselves: without frames, unless they are encrypted."""
+        return self if self._proofs.is_secret else self.medium
 
     def leading(self, names: Sequence[str]) -> int:
         if not names:

@@ -50,6 +50,7 @@ class Encryption:
     another kind under a name of our keys is a forgery."""
 
     kind = 1
+    is_secret = True
     other_kind = Verdict.BAD
 
     def __init__(self, current: Callable[[], TierKeys]) -> None:

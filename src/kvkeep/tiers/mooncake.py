@@ -211,16 +211,24 @@ class MooncakeTier:
 
 
 class _Places:
-    """Where the first `nbytes` of these views are, as long as this object lives."""
+    """Where the first `nbytes` of these views are, as long as this object lives. The client moves
+    each place by itself, so views side by side are one."""
 
     def __init__(self, views: Sequence[memoryview], nbytes: int) -> None:
         self._arrays = []
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
         for view in views:
-            if view.nbytes and nbytes:
-                self._arrays.append(np.frombuffer(view, np.uint8)[:nbytes])
-                nbytes -= self._arrays[-1].nbytes
-        self.addresses = [array.ctypes.data for array in self._arrays]
-        self.sizes = [array.nbytes for array in self._arrays]
+            if not view.nbytes or not nbytes:
+                continue
+            array = np.frombuffer(view, np.uint8)[:nbytes]
+            self._arrays.append(array)
+            nbytes -= array.nbytes
+            if self.sizes and array.ctypes.data == self.addresses[-1] + self.sizes[-1]:
+                self.sizes[-1] += array.nbytes
+            else:
+                self.addresses.append(array.ctypes.data)
+                self.sizes.append(array.nbytes)
 
 
 def _copy(data: memoryview, views: Sequence[memoryview], at: int) -> None:

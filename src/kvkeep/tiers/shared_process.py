@@ -7,13 +7,12 @@
                summaries       1 thread  ──┘
 
 Clients of shared tiers block and cannot be cancelled; this process can be killed. Each kind of job
-has threads of its own, so that writes that hang hold up no lookup. A job is cut into pieces of about
-`best_bytes`, which several threads move at once. Blocks count as written when other hosts can read
-that they are (`Summaries`).
+has threads of its own, so that writes that hang hold up no lookup. A job is cut into windows, which
+several threads move at once. Blocks count as written when other hosts can read that they are
+(`Summaries`).
 
-Stored under a block's name: its checksums, a row of 8 bytes each, and then its shards. Where small
-objects are slow, several blocks are in one (`parcels`). Padding between shards, which may hold other
-bytes, never leaves the host. Every shard is compared with its checksum on the way up."""
+Several blocks are in one object (`parcels`). Padding between shards, which may hold other bytes,
+never leaves the host. Every shard is compared with its checksum on the way up."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import TierError
-from kvkeep.kv.checksum import checksum
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.tiers.checked_tier import CheckedTier
 from kvkeep.tiers.clear_log import ALL, Entry, Hosts, SharedLog
@@ -48,12 +46,10 @@ from kvkeep.tiers.mover import (
 )
 from kvkeep.tiers.mover_process import MappedPool, Pace, describe, run
 from kvkeep.tiers.opening import open_place
-from kvkeep.tiers.parcels import Block, Parcels
+from kvkeep.tiers.parcels import Parcels
 from kvkeep.tiers.summaries import Shown, Summaries, words_of
-from kvkeep.tiers.tier import Part
 
 THREADS: Final[dict[type, int]] = {Find: 2, Fetch: 4, Share: 2, SyncClears: 1}
-_MOST_BLOCKS: Final = 64  # of a piece
 _SUMMARIES_S: Final = 1.0
 _HOST_WITHIN_S: Final = 5.0
 
@@ -122,24 +118,11 @@ class SharedProcess:
             moving.slots = np.frombuffer(job.slots, "<i8")
             if isinstance(job, Share):
                 moving.checksums[:] = np.frombuffer(job.checksums, "<u8").reshape(-1, shards)
-            pieces = self._pieces(job, blocks)
+            pieces = _windows(job, blocks)
         with self._lock:
             self._queues[type(job)].extend((moving, piece) for piece in pieces)
             moving.left = len(pieces)
             self._came[type(job)].notify(len(pieces))
-
-    def _pieces(self, job: Fetch | Share, blocks: int) -> list[slice]:
-        """Blocks that are moved together: those of one window, if the tier has parcels."""
-        most = max(1, min(_MOST_BLOCKS, self._tier.best_bytes // job.nbytes))
-        before = 0
-        if job.parcel_blocks > 1:
-            most = job.parcel_blocks
-            if isinstance(job, Share):
-                before = job.first % most
-            else:
-                before = len(job.before) // KEY_BYTES
-        starts = range(-before, blocks, most)
-        return [slice(max(0, at), min(at + most, blocks)) for at in starts]
 
     def _cancel(self, number: int) -> None:
         """Fails the job unless one of its pieces has begun."""
@@ -187,25 +170,11 @@ class SharedProcess:
         self._pace.wait((piece.stop - piece.start) * job.nbytes)
         self._pool.segments.addresses(moving.slots[piece], job.nbytes)  # checks them
         places = list(zip(job.shard_offsets, job.shard_bytes, strict=True))
-        blocks: list[Block] = [
+        blocks = [
             [slot[offset : offset + nbytes] for offset, nbytes in places]
             for slot in self._pool.views(moving.slots[piece], job.nbytes)
         ]
-        if job.parcel_blocks > 1:
-            self._move_parcels(moving, job, piece, blocks)
-        else:
-            self._move_blocks(moving, job, piece, blocks)
-
-    def _find(self, job: Find) -> int:
-        if job.parcel_blocks == 1:
-            return self._tier.leading(_names(job.place, job.keys))
-        parcels = Parcels(self._tier, job.place, job.parcel_blocks)
-        return max(0, parcels.leading(job.before + job.keys) - len(job.before) // KEY_BYTES)
-
-    def _move_parcels(
-        self, moving: _Moving, job: Fetch | Share, piece: slice, blocks: list[Block]
-    ) -> None:
-        parcels = Parcels(self._tier, job.place, job.parcel_blocks, job.shard_bytes)
+        parcels = Parcels(self._tier.bare, job.place, job.parcel_blocks, job.shard_bytes)
         keys = job.keys[piece.start * KEY_BYTES : piece.stop * KEY_BYTES]
         rows = moving.checksums[piece]
         if isinstance(job, Share):
@@ -215,24 +184,9 @@ class SharedProcess:
             good = parcels.read(before + keys, len(before) // KEY_BYTES, blocks, rows)
         moving.good[piece.start : piece.start + good] = 1
 
-    def _move_blocks(
-        self, moving: _Moving, job: Fetch | Share, piece: slice, blocks: list[Block]
-    ) -> None:
-        names = _names(job.place, job.keys[piece.start * KEY_BYTES : piece.stop * KEY_BYTES])
-        rows = moving.checksums[piece]
-        heads = [memoryview(bytearray(row.tobytes())) for row in rows]
-        parts = [
-            Part(name, [head, *block])
-            for name, head, block in zip(names, heads, blocks, strict=True)
-        ]
-        if isinstance(job, Share):
-            moving.good[piece] = self._tier.write(parts)
-            return
-        whole = 8 * len(job.shard_bytes) + sum(job.shard_bytes)
-        for at, found in enumerate(self._tier.read(parts)):
-            rows[at] = np.frombuffer(heads[at], "<u8")
-            sums = [checksum(shard) for shard in blocks[at]]
-            moving.good[piece.start + at] = found == whole and sums == rows[at].tolist()
+    def _find(self, job: Find) -> int:
+        parcels = Parcels(self._tier.bare, job.place, job.parcel_blocks)
+        return max(0, parcels.leading(job.before + job.keys) - len(job.before) // KEY_BYTES)
 
     def _publish(self, moving: _Moving) -> None:
         """Tells other hosts which blocks were written."""
@@ -315,10 +269,11 @@ class SharedProcess:
             self._socket.sendall(frame_of(result))
 
 
-def _names(place: str, keys: bytes) -> list[str]:
-    text = keys.hex()
-    width = 2 * KEY_BYTES
-    return [f"{place}/{text[at : at + width]}" for at in range(0, len(text), width)]
+def _windows(job: Fetch | Share, blocks: int) -> list[slice]:
+    """The blocks of each window (`parcels`), which are moved together."""
+    most = job.parcel_blocks
+    before = job.first % most if isinstance(job, Share) else len(job.before) // KEY_BYTES
+    return [slice(max(0, at), min(at + most, blocks)) for at in range(-before, blocks, most)]
 
 
 def _make(start: Start, connected: socket.socket) -> SharedProcess:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from kvkeep.tiers.parcels import blocks_a_parcel
 from kvkeep.units import (
     DURATION_FORMAT,
     MIB,
@@ -44,7 +43,6 @@ class Scheme:
     options    further options, each of which may be given once
     extra      what `pip install 'kvkeep[extra]'` brings, and the modules that it must bring
     libraries  of the system, by the names of Debian's packages
-    parcels_below_bytes  smaller slots are kept together, several in one object
     """
 
     opener: str = ""
@@ -55,7 +53,6 @@ class Scheme:
     extra: str = ""
     modules: tuple[str, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
-    parcels_below_bytes: int = 0
 
 
 SCHEMES: Final[dict[str, Scheme]] = {
@@ -68,7 +65,6 @@ SCHEMES: Final[dict[str, Scheme]] = {
         options=frozenset({"endpoint", "region", "max_age", "timeout", "ca"}),
         extra="s3",
         modules=("obstore",),
-        parcels_below_bytes=4 * MIB,
     ),
     **dict.fromkeys(
         ("valkey", "valkeys", "redis", "rediss"),
@@ -121,10 +117,6 @@ class TierAddress:
     def is_shared(self) -> bool:
         """Whether several hosts use the tier together."""
         return bool(SCHEMES[self.scheme].opener)
-
-    def parcel_blocks(self, slot_bytes: int) -> int:
-        """How many blocks are kept in one object, at most."""
-        return blocks_a_parcel(slot_bytes, SCHEMES[self.scheme].parcels_below_bytes)
 
     def option(self, name: str, default: str = "") -> str:
         return dict(self.options).get(name, default)

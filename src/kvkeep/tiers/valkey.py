@@ -66,6 +66,7 @@ def open_valkey(address: str) -> ValkeyTier:
             connection_class=connection,
             db=where.database,
             retry=Retry(NoBackoff(), 0),
+            command_packer=_Packer(),
             **options,
         )
         client = valkey.Valkey(connection_pool=pool)
@@ -122,7 +123,7 @@ class ValkeyTier:
         kept: list[bool] = []
         for some in _by_bytes(parts):
             commands = [
-                ("SET", part.name, b"".join(part.views), "NX")  # None: it is there already
+                ("SET", part.name, self._value(part), "NX")  # None: it is there already
                 for part in some
                 if part.nbytes <= MOST_BYTES_A_VALUE
             ]
@@ -183,6 +184,10 @@ class ValkeyTier:
         with _as_tier_errors():
             return int(self._client.exists(*names))
 
+    def _value(self, part: Part) -> list[memoryview] | bytes:
+        """For `_Packer`; the library makes connections of a cluster without it."""
+        return b"".join(part.views) if self._is_cluster else list(part.views)
+
     def _unlink(self, names: Sequence[bytes]) -> int:
         return sum(self._pipeline([("UNLINK", name) for name in names]))
 
@@ -213,6 +218,25 @@ class ValkeyTier:
             nodes = [_usage_of(info, 0) for info in every.values()]
             used = sum(node.used_bytes for node in nodes)
             return Usage(int(blocks), used, sum(node.capacity_bytes for node in nodes))
+
+
+class _Packer:
+    """Packs commands for the client library. Views, or a list of them, are not copied."""
+
+    def pack(self, *arguments: Any) -> list[bytes | memoryview]:
+        words = [*str(arguments[0]).encode().split(), *arguments[1:]]
+        packed: list[bytes | memoryview] = []
+        text = b"*%d\r\n" % len(words)
+        for word in words:
+            if isinstance(word, list | memoryview):
+                views = word if isinstance(word, list) else [word]
+                nbytes = sum(view.nbytes for view in views)
+                packed += [text + b"$%d\r\n" % nbytes, *views]
+                text = b"\r\n"
+            else:
+                data = word if isinstance(word, bytes) else str(word).encode()
+                text += b"$%d\r\n%b\r\n" % (len(data), data)
+        return [*packed, text]
 
 
 def _usage_of(memory: dict[str, Any], blocks: int) -> Usage:
