@@ -115,15 +115,16 @@ class Connections:
                 others.append(descriptor)
         return others
 
-    def serve(self, answer: Answer) -> None:
+    def serve(self, answer: Answer) -> bool:
         """Accepts one connection from each listener that has some. Then serves the peers that wait,
-        a few requests each, for _TURN_S at most."""
+        a few requests each, for _TURN_S at most. Whether any waited."""
         while self._to_accept:
             self._accept(self._to_accept.pop())
         until_s = self._clock() + _TURN_S
-        for peer in list(self._ready.values()):
+        waiting = list(self._ready.values())
+        for peer in waiting:
             if self._clock() >= until_s:
-                return
+                break
             if self._ready.pop(peer.stream.fileno(), None) is None:
                 continue  # it was closed to make room
             try:
@@ -134,6 +135,7 @@ class Connections:
                 failed = "serving a connection failed inside the server; it is closed"
                 self._problems.note("internal", failed, error)
                 self._close(peer)
+        return bool(waiting)
 
     def tend(self, is_on: Callable[[int, int], bool]) -> None:
         """Now and then: closes connections that did not authenticate in time, those whose
