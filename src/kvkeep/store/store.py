@@ -391,12 +391,14 @@ class Store:
     ) -> bool:
         """Evicts a few of those blocks that `prepare_store` of so many new ones below `parent` would
         evict. False if there are none: the room is there, or cannot be had like this."""
-        owner, shape = self.tenants.get(tenant), self.layouts.get(layout)
-        above = owner.index.get(parent) if owner and parent else NO_ROW
-        if owner is None or (parent and above == NO_ROW):
+        shape, known = self.layouts.get(layout), self.tenants.get(tenant)
+        above = known.index.get(parent) if known and parent else NO_ROW
+        is_there = self.slabs.available(shape.slot_bytes) >= blocks
+        if is_there and self.tenants.limit_of(tenant) is None:
             return False
-        if owner.limit_bytes is None and self.slabs.available(shape.slot_bytes) >= blocks:
+        if (parent and above == NO_ROW) or not self.tenants.has_place(tenant):
             return False
+        owner = self.tenants.get_or_add(tenant)
         with self._storing(owner, above, now_ms):
             return self.eviction.make_some_room(owner, shape, blocks, now_ms)
 
