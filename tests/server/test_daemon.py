@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,6 @@ from kvkeep.errors import KVKeepError, PoolError, SettingsError
 from kvkeep.kv.checksum import checksum
 from kvkeep.server import daemon as daemon_module
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.movement import Movement
 from kvkeep.server.settings import Settings
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.tiers.memory import Pool
@@ -736,40 +735,3 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
     assert [line.split(": ")[0] for line in said] == [
         f"127.0.0.1 talks to {running.address} and seems to be {kind}" for kind in expected
     ]
-
-
-# -- tiers
-
-
-class TurnsOfTiers:
-    """Stands for what moves blocks: notes how many requests were answered before each turn."""
-
-    has_to_do = False
-
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon, self.answered = daemon, list[int]()
-        self.prefetches = self
-
-    def turn(self, now_ms: int) -> None:
-        self.answered.append(sum(self._daemon.service.counters.latency["Ping"].counts))
-
-    def cancel_all(self) -> None: ...
-    def cancel_verification(self) -> None: ...
-    def close(self, now_ms: int) -> None: ...
-
-
-def test_requests_that_come_meanwhile_go_before_the_tiers_once(
-    make: Callable[..., Daemon], wire: Callable[[str], Wire]
-) -> None:
-    pings, a_turn = 640, 32
-    daemon = make()
-    tiers = TurnsOfTiers(daemon)
-    daemon.movement = cast(Movement, tiers)
-    running = Running(daemon)
-    one = wire(running.address)
-    one.send([frame for number in range(pings) for frame in encode(Header(0, number), m.Ping())])
-    for _ in range(pings):
-        assert one.hear() is not None
-    running.stop()
-    between = np.diff([0, *tiers.answered, pings])
-    assert a_turn < max(between) <= 2 * a_turn

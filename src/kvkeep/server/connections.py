@@ -115,16 +115,15 @@ class Connections:
                 others.append(descriptor)
         return others
 
-    def serve(self, answer: Answer) -> bool:
+    def serve(self, answer: Answer) -> None:
         """Accepts one connection from each listener that has some. Then serves the peers that wait,
-        a few requests each, for _TURN_S at most. Whether any waited."""
+        a few requests each, for _TURN_S at most."""
         while self._to_accept:
             self._accept(self._to_accept.pop())
         until_s = self._clock() + _TURN_S
-        waiting = list(self._ready.values())
-        for peer in waiting:
+        for peer in list(self._ready.values()):
             if self._clock() >= until_s:
-                break
+                return
             if self._ready.pop(peer.stream.fileno(), None) is None:
                 continue  # it was closed to make room
             try:
@@ -135,7 +134,6 @@ class Connections:
                 failed = "serving a connection failed inside the server; it is closed"
                 self._problems.note("internal", failed, error)
                 self._close(peer)
-        return bool(waiting)
 
     def tend(self, is_on: Callable[[int, int], bool]) -> None:
         """Now and then: closes connections that did not authenticate in time, those whose

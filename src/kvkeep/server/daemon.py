@@ -68,7 +68,6 @@ class Daemon:
         self.last_turn = time.monotonic()
         self.busy_since: float | None = None  # when the turn began; None while the loop waits
         self._stopping = self._is_over = False
-        self._has_put_off = False  # the tiers, in the last turn
         self.tracing: Tracing | None = None
         if settings.tracing:
             from kvkeep.wire.tracing import Tracing
@@ -263,17 +262,14 @@ class Daemon:
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
         if self.movement is not None:  # no wait while it has to do: requests come in between
-            has_to_do = self._has_put_off or self.movement.has_to_do
-            timeout_s = 0.0 if has_to_do else min(timeout_s, MOST_SILENCE_S)
+            timeout_s = 0.0 if self.movement.has_to_do else min(timeout_s, MOST_SILENCE_S)
         self.busy_since = None
         others = self._connections.wait(max(0.0, min(timeout_s, due - now)))
         self.busy_since = time.monotonic()
-        has_served = self._connections.serve(self._answer)
+        self._connections.serve(self._answer)
         if self._waker.fileno() in others:
             self._waker.recv(4096)
-        # More requests may have come meanwhile: they are answered first, but tiers wait only once.
-        self._has_put_off = has_served and not self._has_put_off
-        if self.movement is not None and not self._has_put_off:
+        if self.movement is not None:
             self.movement.turn(self.now_ms())
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
