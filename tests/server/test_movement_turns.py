@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from kvkeep.server.movement import Movement
 from kvkeep.server.shared import Shared
@@ -88,3 +89,27 @@ def test_a_lookup_makes_no_room_for_what_is_coming(tmp_path: Path) -> None:
     for _ in range(4 * asked):
         world.movement.turn(0)
     assert len(world.store.blocks.table) == asked * BLOCKS == world.disk.counts.promoted_blocks
+
+
+@pytest.mark.parametrize("is_contended", [False, True])
+def test_room_for_a_promotion_is_made_in_turns_that_stores_cannot_stop(
+    tmp_path: Path, is_contended: bool
+) -> None:
+    world, most = Tiered(64, tmp_path), 64
+    wanted = world.keys(128)
+    world.put_on_disk("A", b"", wanted)
+    while world.put("B", b"", world.keys(512)) == 0 and not world.store.eviction.evictions:
+        pass
+    world.movement.coming(ENGINE, "A", world.layout, wanted, 0, 0, 0, False)
+    evicted = list[int]()
+    for _ in range(100):
+        before = world.store.eviction.evictions
+        world.movement.turn(0)
+        evicted.append(world.store.eviction.evictions - before)
+        if world.disk.counts.promoted_blocks:
+            break
+        if is_contended:
+            world.put("B", b"", world.keys(256))  # takes what room there is
+    assert world.disk.counts.promoted_blocks == 128
+    if not is_contended:
+        assert sum(evicted) <= 128 and max(evicted) <= most

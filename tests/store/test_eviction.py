@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 
 BORROWERS_LOOKED_AT = 16
 
@@ -316,3 +318,51 @@ def test_a_store_for_which_single_blocks_make_way_evicts_so_many_and_the_next_go
     plan = h.store.prepare_store(1, 1 << 31, "t", h.layout, 0, parent, rest, h.now_ms)
     assert len(plan.slots) == most and h.store.eviction.evictions == 2 * most
     assert h.put(long) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_that_is_made_in_pieces_is_what_the_store_would_make(hand: Hands, seed: int) -> None:
+    at_once, in_pieces, chance = hand(24), hand(24), Random(seed)
+    for h in (at_once, in_pieces):
+        h.quota("b", 10)
+    for _ in range(80):
+        tenant, chain = chance.choice("abc"), "".join(chance.choices("xyz", k=chance.randint(1, 9)))
+        known = max(
+            n for n in range(len(chain) + 1) if not n or holds(in_pieces, chain[:n], tenant)
+        )
+        if known < len(chain):
+            parent = in_pieces.key(chain[:known]) if known else b""
+            ask = tenant, in_pieces.layout, parent, len(chain) - known, in_pieces.now_ms
+            while in_pieces.store.make_some_room(*ask):
+                pass
+        is_used = chance.random() < 0.5
+        for h in (at_once, in_pieces):
+            h.put(chain, tenant)
+            if is_used:
+                h.lookup(chain, tenant)
+        assert all(content(at_once, each) == content(in_pieces, each) for each in "abc")
+
+
+def holds(h: Any, chain: str, tenant: str) -> bool:
+    return h.store.tenants.get(tenant) is not None and h.row(chain, tenant) >= 0
+
+
+def content(h: Any, tenant: str) -> set[bytes]:
+    owner = h.store.tenants.get(tenant)
+    return set() if owner is None else {key for key, _ in owner.index.items()}
+
+
+def test_a_piece_of_room_is_small_and_leaves_the_chain_that_it_is_for(hand: Hands) -> None:
+    h = hand(300)
+    h.put("p", "a")
+    h.put("".join(chr(0x100 + i) for i in range(250)), "a")
+    ask, sizes = ("a", h.layout, h.key("p"), 200, h.now_ms), list[int]()
+    while True:
+        before = h.store.eviction.evictions
+        if not h.store.make_some_room(*ask):
+            break
+        sizes.append(h.store.eviction.evictions - before)
+    assert sizes == [64, 64, 23] and h.row("p", "a") >= 0
+    assert not h.store.make_some_room("a", h.layout, b"unknown parent..", 300, h.now_ms)
+    assert h.store.make_some_room("nobody", h.layout, b"", 300, h.now_ms)
+    assert h.store.tenants.get("nobody") is None, "one without blocks is not remembered"

@@ -27,6 +27,7 @@ _TENANTS = 100_000
 _PART_BLOCKS = 512
 _BAD_BLOCKS = 256
 _LONGEST_CHAIN = 65_536
+_SHORT_CHAINS, _SHORT_CHAIN_BLOCKS = 200, 64
 
 
 class EndsAtOnce:
@@ -173,4 +174,26 @@ def _bad_blocks(world: Tiered, blocks: int) -> None:
     world.note(f"{_BAD_BLOCKS} bad blocks of a disk", _BAD_BLOCKS * (1 + below), turns)
 
 
-CASES = (_many_tenants, _long_chains)
+def _full_memory(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    """What comes up makes others leave."""
+    count = _SHORT_CHAINS * _SHORT_CHAIN_BLOCKS
+    world, turns = Tiered(count, directory), Turns()
+    world.store.remember_departures()
+    chains = [world.keys(_SHORT_CHAIN_BLOCKS) for _ in range(_SHORT_CHAINS)]
+    for keys in chains:
+        world.put_on_disk("reader", b"", keys)
+    while world.store.slabs.available(SLOT_BYTES):
+        world.put("other", b"", world.keys(_SHORT_CHAIN_BLOCKS))
+    movement, layout = world.movement, world.layout
+    for keys in chains:
+        ask = (1, "reader", layout, keys, 0, 0, NOW_MS, False)
+        turns.take(partial(movement.coming, *ask))
+        until_done(movement, turns)
+    assert world.disk.counts.promoted_blocks == world.store.eviction.evictions == count
+    world.note(
+        f"chains of {_SHORT_CHAIN_BLOCKS} blocks on a disk come up into a full memory", count, turns
+    )
+    return world.rows
+
+
+CASES = (_many_tenants, _long_chains, _full_memory)

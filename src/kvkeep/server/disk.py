@@ -140,6 +140,9 @@ class Disk(LowerTier):
     def words_by_use(self) -> tuple[NDArray[np.uint64], int]:
         return self.index.words_by_use()
 
+    def make_some_room(self, tenant: str, layout: Layout, parent: bytes, blocks: int) -> bool:
+        return self.index.make_some_room(tenant, layout, parent, blocks, self._wall_ms())
+
     def plan(
         self,
         tenant: str,

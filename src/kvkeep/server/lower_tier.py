@@ -20,11 +20,15 @@ from kvkeep.server.counters import Latency
 from kvkeep.server.promotions import PromotionQueue
 from kvkeep.server.verification import Verification
 from kvkeep.store.layouts import Layout
+from kvkeep.store.tree import key_at
 from kvkeep.tiers.mover import Job, Mover, Result
 
 if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
     from kvkeep.wire.tracing import Span
 
+MOST_ROOM_PIECES = (
+    32  # before a job; the job makes the rest, so that stores which take it stop none
+)
 _BLOCKS_A_JOB = 128
 _FIRST_RATE = 500e6  # bytes a second, before any was measured
 _KEPT = 0.95  # of earlier jobs with each that ends: some 20 jobs count
@@ -78,6 +82,7 @@ class Promotion:
     hit: Hit | None  # None before the tier was asked
     start: int  # the first block that memory lacks
     next: int  # the first block that no job reads yet
+    room_pieces: int = 0  # made for the next job
     reading: int = 0  # jobs
     complete: int = 0  # the first block that is not READY
     is_asked: bool = False
@@ -94,6 +99,11 @@ class Promotion:
     @property
     def stop(self) -> int:
         return self.hit.blocks if self.hit is not None else self.start
+
+    @property
+    def parent(self) -> bytes:
+        """The key above the next block; b"" at a root."""
+        return key_at(self.keys, self.next - 1) if self.next else b""
 
     @property
     def reach(self) -> int:
@@ -363,6 +373,11 @@ class LowerTier(ABC):
         """The first words of the keys of the blocks that it has, as far as it knows, least recently
         used first, and the bytes of most of their slots. For admission."""
         return np.empty(0, np.uint64), 0
+
+    def make_some_room(self, tenant: str, layout: Layout, parent: bytes, blocks: int) -> bool:
+        """Evicts a few blocks so that `plan` of so many below `parent` takes less time. False if
+        there is nothing to evict."""
+        return False
 
     @abstractmethod
     def plan(

@@ -26,6 +26,7 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.clearing import Clearing
 from kvkeep.server.disk import Disk
 from kvkeep.server.lower_tier import (
+    MOST_ROOM_PIECES,
     AskJob,
     LowerTier,
     Promotion,
@@ -344,18 +345,18 @@ class Movement:
     @property
     def has_to_do(self) -> bool:
         """Whether another turn would find work at once."""
-        return (
-            self.is_held
-            or bool(self._to_complete)
-            or self.prefetches.has_to_do
-            or any(writer.has_to_do for writer in self.writers)
-            or any(disk.may_check for disk in self.disks)
-            or any(tier.results for tier in self.tiers)
-            or any(
-                tier.has_to_tidy or (tier.mover.can_read and self._next_to_read(tier) is not None)
-                for tier in self._tiers()
-            )
-        )
+        for tier in self.tiers:  # without generators: it is asked before each turn
+            if tier.results:
+                return True
+            if not tier.set_aside and (tier.has_to_tidy or self._next_to_read(tier) is not None):
+                return True
+        for writer in self.writers:
+            if writer.has_to_do:
+                return True
+        for disk in self.disks:
+            if disk.may_check:
+                return True
+        return self.is_held or bool(self._to_complete) or self.prefetches.has_to_do
 
     def turn(self, now_ms: int) -> None:
         """Takes a result of a mover and gives it another job, or writes behind: a piece of work, a
@@ -391,6 +392,7 @@ class Movement:
         has_result = bool(tier.results)
         if has_result:
             self._end(tier, tier.results.popleft(), now_ms)
+            self._end_over(tier, now_ms)
         if tier.set_aside:
             self._promote(tier, now_ms)  # ends promotions whose last job has failed
             self._revive(tier)
@@ -455,23 +457,35 @@ class Movement:
         return promotion.reach - hit_blocks, again_ms
 
     def _promote(self, tier: LowerTier, now_ms: int) -> bool:
-        """Begins one job of the promotion whose turn it is. Whether there is one."""
-        promotion = self._next_to_read(tier) if tier.mover.can_read else None
+        """Begins one job of the promotion whose turn it is, or makes room for it. Whether there is
+        one."""
+        promotion = self._next_to_read(tier)
         if promotion is not None:
             is_wanted = not promotion.is_prefetch or self._has_owner(promotion)
-            if not is_wanted or not self._read(tier, promotion, now_ms):
+            stop = self._stop_of_job(tier, promotion)
+            if is_wanted and self._make_room(promotion, stop, now_ms):
+                return True
+            if not is_wanted or not self._read(tier, promotion, stop, now_ms):
                 promotion.end()
             tier.promotions.served(promotion)
+        self._end_over(tier, now_ms)
+        return promotion is not None
+
+    def _end_over(self, tier: LowerTier, now_ms: int) -> None:
+        """Lets go of what is kept for promotions that are over."""
         for over in tier.promotions.take_over():
             self._give_up(over, now_ms)
             over.end_spans()
             if over.hit is not None:
                 tier.release(over.hit)
-        return promotion is not None
 
     @staticmethod
     def _next_to_read(tier: LowerTier) -> Promotion | None:
         """One job of a prefetch at a time: a request that comes meanwhile waits for no more."""
+        if not tier.promotions or not tier.mover.can_read:
+            return None
+        if (promotion := tier.promotions.next(with_prefetches=False)) is not None:
+            return promotion
         reading = any(each.is_prefetch and each.reading for each in tier.promotions)
         return tier.promotions.next(with_prefetches=not reading)
 
@@ -479,16 +493,39 @@ class Movement:
         """Whether an owner of a prefetch is still there. Sessions end, also with their process."""
         return any(owner < 0 or owner in self._store.sessions for owner in promotion.owners)
 
-    def _read(self, tier: LowerTier, promotion: Promotion, now_ms: int) -> bool:
-        """Begins to read the next blocks of a promotion. False if memory takes no more of it."""
-        layout, start = promotion.layout, promotion.next
-        stop = min(promotion.stop, start + tier.blocks_a_job(layout, start))
+    def _make_room(self, promotion: Promotion, stop: int, now_ms: int) -> bool:
+        """Makes some room for the next blocks of a promotion, up to block `stop`. False if there is
+        nothing to do."""
+        if promotion.room_pieces == MOST_ROOM_PIECES or not self._may_read(promotion, stop):
+            return False
+        promotion.room_pieces += 1
+        return self._store.make_some_room(
+            promotion.tenant,
+            promotion.layout.number,
+            promotion.parent,
+            stop - promotion.next,
+            now_ms,
+        )
+
+    def _may_read(self, promotion: Promotion, stop: int) -> bool:
+        """Whether a prefetch may bring so much."""
+        return not promotion.is_prefetch or self._unused.is_room_for(
+            promotion.tenant, promotion.layout, stop - promotion.next
+        )
+
+    @staticmethod
+    def _stop_of_job(tier: LowerTier, promotion: Promotion) -> int:
+        start = promotion.next
+        return min(promotion.stop, start + tier.blocks_a_job(promotion.layout, start))
+
+    def _read(self, tier: LowerTier, promotion: Promotion, stop: int, now_ms: int) -> bool:
+        """Begins to read the next blocks of a promotion, up to block `stop`. False if memory takes
+        no more of it."""
+        layout, start, parent = promotion.layout, promotion.next, promotion.parent
         keys = promotion.keys[start * KEY_BYTES : stop * KEY_BYTES]
-        parent = key_at(promotion.keys, start - 1) if start else b""
         number = self._next_number()
-        if promotion.is_prefetch and not self._unused.is_room_for(
-            promotion.tenant, layout, stop - start
-        ):
+        promotion.room_pieces = 0
+        if not self._may_read(promotion, stop):
             self.prefetches.no_room(promotion.owners)
             return False
         wall_ms = self._wall_ms()

@@ -38,6 +38,9 @@ class PromotionQueue(Generic[P]):
     def __init__(self) -> None:
         self._by_tenant: OrderedDict[str, deque[P]] = OrderedDict()  # the next tenant first
 
+    def __bool__(self) -> bool:
+        return bool(self._by_tenant)
+
     def __len__(self) -> int:
         return sum(map(len, self._by_tenant.values()))
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server.fair_queue import FairQueue
-from kvkeep.server.lower_tier import LowerTier, WriteJob
+from kvkeep.server.lower_tier import MOST_ROOM_PIECES, LowerTier, WriteJob
 from kvkeep.store.layouts import Layout
 from kvkeep.store.store import MOVING, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.store.tree import key_at, way_up
 from kvkeep.tiers.admission import Admission
 
-_KEYS_A_TURN = 512  # that admission looks at: half a millisecond
+_KEYS_A_TURN = 256  # that admission looks at: a quarter of a millisecond
 _SEGMENT_BLOCKS = 4096  # of a chain, that are looked at in one turn
 _CHAINS_A_TURN = 4  # of which the first that has blocks to write ends the turn
 _MOST_REFERENCES = 1024
@@ -72,6 +72,7 @@ class _Begun:
     first_blocks: int = 0  # of the first segment
     has_rested: bool = False  # the last blocks are written, even if they fill no parcel
     at: int = 0  # the segment that is being written
+    room_pieces: int = 0  # made on the tier for its next blocks
     # How many leading blocks of it are written or being written, unless the tier had more than so
     # many `setbacks` since. A tier may not remember that while other chains have their turns.
     blocks: int = 0
@@ -125,8 +126,9 @@ class WriteBehind:
     @property
     def has_to_do(self) -> bool:
         """Whether another turn would find work at once."""
-        can_write = any(tier.can_write for tier in self._tiers())
-        return self._has_to_judge or (bool(self._to_write) and can_write and not self._is_stuck)
+        if self._has_to_judge or not self._to_write or self._is_stuck:
+            return self._has_to_judge
+        return any(tier.can_write for tier in self._tiers())
 
     @property
     def _has_to_judge(self) -> bool:
@@ -192,10 +194,12 @@ class WriteBehind:
 
     def _write_behind(self, now_ms: int) -> None:
         """Gives a mover the next blocks of one chain, or finds that a few chains have none."""
+        self._is_stuck = False
+        if not self._to_write:
+            return
         tiers = [tier for tier in self._tiers() if tier.can_write]
         if all(tier.set_aside and not tier.is_shared for tier in self.tiers):
             self._to_write.clear()  # a shared tier may answer again, a disk does not
-        self._is_stuck = False
         for _ in range(min(_CHAINS_A_TURN, len(self._to_write)) if tiers else 0):
             tenant, key, begun = self._to_write.next()
             row = self._row_of(tenant, begun)
@@ -207,10 +211,10 @@ class WriteBehind:
                 self._cut(begun, row)
             if not begun.is_cut:
                 break
-            at = begun.at
+            at, room_pieces = begun.at, begun.room_pieces
             written, more = self._write(tiers, tenant, row, begun, now_ms)
-            if begun.at != at:
-                break  # another segment, in the next turn
+            if begun.at != at or begun.room_pieces > room_pieces:
+                break  # another segment, or more room for this one, in the next turn
             self._to_write.served(tenant)
             if not more:
                 self._to_write.remove(tenant, key)
@@ -280,13 +284,20 @@ class WriteBehind:
         if not len(some):
             return 0, False
         parent = begun.ends[begun.at - 1] if begun.at else b""
+        parent = key_at(keys, known - 1) if known else parent
+        if begun.room_pieces < MOST_ROOM_PIECES and tier.make_some_room(
+            tenant, layout, parent, len(some)
+        ):
+            begun.room_pieces += 1
+            return 0, True
+        begun.room_pieces = 0
         expires_ms = table.many.expires_ms[some]
         ttl_ms = int(expires_ms[expires_ms > 0].min(initial=1 << 62)) - now_ms
         planned = tier.plan(
             tenant,
             layout,
             first + known,
-            key_at(keys, known - 1) if known else parent,
+            parent,
             some_keys[: wanted * KEY_BYTES],
             layout.checks[table.many.check[some]],
             int(table.priority[some[-1]]),

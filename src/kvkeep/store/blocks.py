@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,26 +152,30 @@ class Blocks:
         """Notes the shards of a mask of some blocks, after their checksums. A block with all shards
         is READY as soon as its ancestors are."""
         shards_in, complete = self.shards_in, (1 << layout.shards) - 1
-        whole: list[int] = []
-        written: list[int] = rows[self.table.many.state[rows] == WRITING].tolist()
+        written = rows[self.table.many.state[rows] == WRITING]
         if complete == mask:  # most layouts have one shard
-            whole, written = written, []
-            for row in whole:
+            whole = written
+            for row in whole.tolist():
                 del shards_in[row]
-        for row in written:
+        else:
+            whole = np.array(self._note_shards(written.tolist(), mask, complete), dtype=np.int64)
+        if len(whole):
+            self._publish_chain(whole)
+            self._note_came(whole)
+        if layout.shards > 1:
+            self.order.await_no_more(row for row in rows.tolist() if row not in shards_in)
+
+    def _note_shards(self, rows: list[int], mask: int, complete: int) -> list[int]:
+        """Returns the rows that have all shards now."""
+        whole, shards_in = list[int](), self.shards_in
+        for row in rows:
             arrived = shards_in[row] | mask
             if arrived == complete:
                 del shards_in[row]
                 whole.append(row)
             else:
                 shards_in[row] = arrived
-        if not self._publish_chain(whole):
-            for row in whole:
-                self._publish(row)
-        if whole:
-            self._note_came(whole)
-        if layout.shards > 1:
-            self.order.await_no_more(row for row in rows.tolist() if row not in shards_in)
+        return whole
 
     def touch(self, row: int, sequence: int) -> None:
         """Notes a use of the chain that ends in `row`. Ancestors inherit it when they become
@@ -231,20 +235,17 @@ class Blocks:
         table, chain = self.table, list[int]()
         for row in rows:
             if chain and not (table.parent[chain[-1]] == row and self._is_only_child(chain[-1])):
-                self._evict_chain(chain, now_ms)
+                self._evict_chain(np.array(chain), now_ms)
                 chain = []
             chain.append(row)
         if chain:
-            self._evict_chain(chain, now_ms)
+            self._evict_chain(np.array(chain), now_ms)
 
-    def _evict_chain(self, chain: list[int], now_ms: int) -> int:
+    def _evict_chain(self, chain: NDArray[np.int64], now_ms: int) -> int:
         """Frees a leaf and the ancestors that follow it. Returns the first ancestor that stays,
         which inherits the last use."""
-        table = self.table
-        used, finished = table.used[chain[0]], table.finished[chain[0]]
-        for row in chain:
-            if table.used[row] > used:
-                used, finished = table.used[row], table.finished[row]
+        table, last_used = self.table, int(chain[self.table.many.used[chain].argmax()])
+        used, finished = table.used[last_used], table.finished[last_used]
         parent = self._free(chain)
         if parent != NO_ROW:
             if used >= table.used[parent]:
@@ -258,20 +259,20 @@ class Blocks:
     def _is_only_child(self, row: int) -> bool:
         return self.table.next_sibling[row] == NO_ROW == self.table.prev_sibling[row]
 
-    def _same_rank_above(self, row: int, limit: int) -> list[int]:
+    def _same_rank_above(self, row: int, limit: int) -> NDArray[np.int64]:
         """The row and the ancestors that would become leaves of the same rank one after the other:
         most often the rest of a conversation, evicted in one step instead of block by block."""
         if limit == 1 or not self._is_only_child(row):
-            return [row]
+            return np.array([row])
         many, chain = self.table.many, way_up(self.table, row, limit)[::-1]
-        below, above = chain[:-1], chain[1:]
-        goes = (many.used[above] <= many.used[row]) & (many.pins[above] == 0)
-        goes &= (many.next_sibling[below] == NO_ROW) & (many.prev_sibling[below] == NO_ROW)
+        above, used = chain[1:], many.used[chain]
+        goes = (used[1:] <= used[0]) & (many.pins[above] == 0)
+        for siblings in (many.next_sibling, many.prev_sibling):
+            goes &= siblings[chain[:-1]] == NO_ROW
         for column in (many.state, many.priority, many.expires_ms):
             goes &= column[above] == column[row]
-        stays = np.flatnonzero(~goes)
-        followed: list[int] = chain[: 1 + (stays[0] if len(stays) else len(above))].tolist()
-        return followed
+        stays = len(goes) if goes.all() else int(goes.argmin())
+        return chain[: 1 + stays]
 
     def drop(self, rows: Iterable[int]) -> int:
         """Takes blocks and their descendants out of use at once. Frees those without leases and
@@ -382,18 +383,17 @@ class Blocks:
         self.table.state[row] = EVICTING
         self._no_longer_half(row)
         if self.changes is not None:
-            self.changes.left(*self._named([row]))
+            self.changes.left(*self._named(np.array([row])))
 
-    def _note_came(self, rows: list[int]) -> None:
+    def _note_came(self, rows: NDArray[np.int64]) -> None:
         if self.changes is not None:
             self.changes.came(*self._named(rows))
 
-    def _named(self, rows: list[int]) -> tuple[str, Layout, NDArray[np.uint64]]:
+    def _named(self, rows: NDArray[np.int64]) -> tuple[str, Layout, NDArray[np.uint64]]:
         """Tenant, layout and addresses of blocks that have both in common."""
-        table, first = self.table, rows[0]
+        table, first = self.table, int(rows[0])
         tenant = self.tenants.by_number[table.tenant[first]]
-        at: Any = slice(first, first + 1) if len(rows) == 1 else rows  # several times as fast
-        return tenant.name, self.layouts[table.layout[first]], table.keys.words[at]
+        return tenant.name, self.layouts[table.layout[first]], table.keys.words[rows]
 
     def _no_longer_half(self, row: int) -> None:
         if self.shards_in.pop(row, None) is not None:
@@ -415,22 +415,18 @@ class Blocks:
         if child != NO_ROW and (state[child] == WAITING or table.next_sibling[child] != NO_ROW):
             self._publish_below(row)
 
-    def _publish_chain(self, rows: list[int]) -> bool:
-        """`_publish` for a chain of only children, all at once. Returns False, having changed
-        nothing, if the rows are no such chain."""
-        table, many, at = self.table, self.table.many, np.array(rows, dtype=np.int64)
-        if (many.first_child[at[:-1]] != at[1:]).any() or (
-            many.next_sibling[at[1:]] != NO_ROW
-        ).any():
-            return False
-        if len(rows) > 1:
-            above = table.parent[rows[0]]
-            many.state[at[:-1]] = (
-                READY if above == NO_ROW or table.state[above] == READY else WAITING
-            )
-        if rows:
-            self._publish(rows[-1])
-        return True
+    def _publish_chain(self, rows: NDArray[np.int64]) -> None:
+        """`_publish` for each of these rows; all at once if they are a chain of only children."""
+        table, many = self.table, self.table.many
+        is_chain = (many.first_child[rows[:-1]] == rows[1:]).all()
+        if not is_chain or (many.next_sibling[rows[1:]] != NO_ROW).any():
+            for row in rows.tolist():
+                self._publish(row)
+            return
+        above = table.parent[int(rows[0])]
+        is_ready = above == NO_ROW or table.state[above] == READY
+        many.state[rows[:-1]] = READY if is_ready else WAITING
+        self._publish(int(rows[-1]))
 
     def _publish_below(self, row: int) -> None:
         """Makes the descendants READY that waited for this block."""
@@ -445,7 +441,7 @@ class Blocks:
                     ready.append(child)
                 child = next_sibling[child]
         if ready:
-            self._note_came(ready)
+            self._note_came(np.array(ready))
 
     def _unpinned(self, row: int, now_ms: int) -> None:
         assert self.table.pins[row] >= 0
@@ -479,7 +475,7 @@ class Blocks:
         if row != NO_ROW:
             self.order.enqueue(row, now_ms)
 
-    def _line_above(self, row: int, fits: Callable[[int], bool]) -> list[int]:
+    def _line_above(self, row: int, fits: Callable[[int], bool]) -> NDArray[np.int64]:
         """The row and those ancestors that fit, each the only child of the next and without pins,
         as many as this turn may free. Counts them as freed."""
         table, line = self.table, [row]
@@ -489,74 +485,79 @@ class Blocks:
                 break
             line.append(row)
         self._may_free -= len(line)
-        return line
+        return np.array(line)
 
     def _is_free_to_go(self, row: int) -> bool:
         return bool(self.table.state[row] == EVICTING) and row not in self.unswept
 
-    def _free(self, chain: list[int]) -> int:
+    def _free(self, chain: NDArray[np.int64]) -> int:
         """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the
         next. Returns the parent of the last."""
-        table, leaf, top = self.table, chain[0], chain[-1]
+        table, leaf, top = self.table, int(chain[0]), int(chain[-1])
         assert table.first_child[leaf] == NO_ROW
         table.first_child[top] = NO_ROW
         parent = unlink_leaf(table, top)
         self._give_back(chain)
         return parent
 
-    def _give_back(self, rows: list[int]) -> None:
+    def _give_back(self, rows: NDArray[np.int64]) -> None:
         """Removes blocks of one tenant, layout and state from everything but the tree."""
-        table, first = self.table, rows[0]
-        at = slice(first, first + 1) if len(rows) == 1 else np.array(rows)  # several times as fast
+        table, first, count = self.table, int(rows[0]), len(rows)
         tenant = self.tenants.by_number[table.tenant[first]]
         layout = self.layouts[table.layout[first]]
+        words = table.keys.words[rows]
         if self.departures is not None:
-            self._note_departure(self.departures, rows, at, tenant)
+            self._note_departure(self.departures, rows, words, tenant)
         if table.state[first] == EVICTING:
-            tenant.unindexed_bytes -= len(rows) * layout.slot_bytes
+            tenant.unindexed_bytes -= count * layout.slot_bytes
         else:
-            self._unindex(tenant, rows, split_keys(table.keys.words[at].tobytes()), layout)
-            for row in self.shards_in.keys() & rows if self.shards_in else ():
+            self._unindex(tenant, rows, split_keys(words.tobytes()), layout)
+            for row in self.shards_in.keys() & rows.tolist() if self.shards_in else ():
                 self._no_longer_half(row)
             if self.changes is not None:
-                self.changes.left(*self._named(rows))
-        self.presence.remove(table.keys.words[at, 0])
-        self.slabs.give(table.many.slot[at].tolist())
-        layout.give_checks(table.many.check[at].tolist())
-        layout.blocks -= len(rows)
+                self.changes.left(tenant.name, layout, words)
+        self.presence.remove(words[:, 0])
+        self.slabs.give(table.many.slot[rows].tolist())
+        layout.give_checks(table.many.check[rows])
+        layout.blocks -= count
         if not layout.blocks and layout.number in self.layouts.leaving:
             self.layouts.forget(layout)
-        self.freed += len(rows)
+        self.freed += count
         table.give(rows)
-        self.tenants.charge(tenant, -len(rows), -len(rows) * layout.slot_bytes)
+        self.tenants.charge(tenant, -count, -count * layout.slot_bytes)
         if not tenant.blocks:
             self.order.forget_owner(tenant.number)
             self.tenants.forget_if_idle(tenant)
 
     def _note_departure(
-        self, departures: Departures, rows: list[int], at: Any, tenant: Tenant
+        self,
+        departures: Departures,
+        rows: NDArray[np.int64],
+        words: NDArray[np.uint64],
+        tenant: Tenant,
     ) -> None:
         """Remembers why blocks leave that a lookup could have found, or could find again."""
-        state, now_ms = self.table.state[rows[0]], self.order.noted_ms
+        first = int(rows[0])
+        state, now_ms = self.table.state[first], self.order.noted_ms
         if state == EVICTING:
-            words = self.table.keys.words[at].copy()
             departures.table.note(words, DROPPED, tenant.name, now_ms)
         elif state != WRITING and self.pressure is not None:
             reason, by = self.pressure
-            expires_ms = self.table.expires_ms[rows[0]]
+            expires_ms = self.table.expires_ms[first]
             if reason != "limit" and expires_ms and expires_ms <= now_ms:
                 reason = "expired"
-            last_use = int(self.table.many.used[at].max())
-            words = self.table.keys.words[at].copy()
+            last_use = int(self.table.many.used[rows].max())
             departures.evicted(words, reason, tenant.name, by, last_use, now_ms)
 
     @staticmethod
-    def _unindex(tenant: Tenant, rows: list[int], keys: list[bytes], layout: Layout) -> None:
+    def _unindex(
+        tenant: Tenant, rows: NDArray[np.int64], keys: list[bytes], layout: Layout
+    ) -> None:
         index = tenant.index
         if not tenant.cleared:
             index.remove(keys)
             return
-        for key, row in zip(keys, rows, strict=True):
+        for key, row in zip(keys, rows.tolist(), strict=True):
             if index.get(key) == row:
                 index.remove([key])
             else:

@@ -1,9 +1,10 @@
 """Which blocks have left the store lately, or were refused, and why: for people who ask about a miss.
 
-A table of fixed size, in which newer blocks replace older ones. What happens to many blocks is one
-array operation: departures wait in a list until there are several, or somebody asks.
+A table of fixed size, in which newer departures replace older ones. What happens to many blocks is
+one array operation: departures wait in a list until there are some, or somebody asks.
 
-    address ──► bucket of WAYS entries: address, cause, tenant that caused it, time"""
+    address ──► bucket of WAYS entries, the newest first: second word of the address; cause, tenant
+                that caused it and time in one word"""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ from kvkeep.kv.outcomes import EVICTED, OVER_LIMIT
 ROOM: Final = "room"
 REASONS: Final = ("own", "others", "limit", "slab", "expired")
 AGE_EDGES_S: Final = (1, 10, 60, 300, 1_800, 7_200, 28_800, 86_400, 604_800)
-ENTRIES: Final = 1 << 18  # 7 MB, of which only what was written is in memory
+ENTRIES: Final = 1 << 18  # 4 MB, of which only what was written is in memory
 WAYS: Final = 4
-_WAITING = 1024
 _RECENT = 256
 _SAMPLE_MS, _MOST_SAMPLES = 1_000, 2_048
 _MOST_NAMES = 4096  # of tenants that caused something; further ones have no name
+
+_WAITING = 64  # 20 microseconds
+_CAUSE_SHIFT, _TENANT_SHIFT = 56, 40
+_TENANTS = (1 << _CAUSE_SHIFT - _TENANT_SHIFT) - 1
+_TIMES = (1 << _TENANT_SHIFT) - 1
 
 Words = NDArray[np.uint64]  # addresses, two words each
 
@@ -35,14 +40,10 @@ class Departed:
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self._mask = np.uint64(entries // WAYS - 1)
-        shape = (entries // WAYS, WAYS)
-        self._words = np.zeros((*shape, 2), dtype=np.uint64)
-        self._when_ms = np.zeros(shape, dtype=np.int64)
-        self._causes = np.zeros(shape, dtype=np.uint8)
-        self._by = np.zeros(shape, dtype=np.uint16)
+        self._entries = np.zeros((entries // WAYS, WAYS, 2), dtype=np.uint64)
         self._names = [""]
         self._numbers = {"": 0}
-        self._waiting: list[tuple[Words, int, int, int]] = []
+        self._waiting: list[tuple[Words, int]] = []
         self._waiting_blocks = 0
 
     def note(self, words: Words, cause: int, by: str, now_ms: int) -> None:
@@ -53,7 +54,8 @@ class Departed:
             if len(self._names) < _MOST_NAMES:
                 number = self._numbers[by] = len(self._names)
                 self._names.append(by)
-        self._waiting.append((words, cause, number, now_ms))
+        what = cause << _CAUSE_SHIFT | number << _TENANT_SHIFT | now_ms & _TIMES
+        self._waiting.append((words, what))
         self._waiting_blocks += len(words)
         if self._waiting_blocks >= _WAITING:
             self._take_in()
@@ -68,45 +70,40 @@ class Departed:
         """For each address: the cause, 0 if none is known; the number of the tenant that caused it
         (`name_of`); and when."""
         self._take_in()
-        buckets, ways, is_there = self._place(words)
-        causes = np.where(is_there, self._causes[buckets, ways], 0).astype(np.uint8)
-        return causes, self._by[buckets, ways], self._when_ms[buckets, ways]
+        entries = self._entries.take(self._buckets(words), axis=0)
+        is_same = entries[:, :, 0] == words[:, 1:]
+        newest = entries[np.arange(len(words)), is_same.argmax(axis=1), 1]
+        found = np.where(is_same.any(axis=1), newest, 0).astype(np.int64)
+        causes = (found >> _CAUSE_SHIFT).astype(np.uint8)
+        return causes, (found >> _TENANT_SHIFT & _TENANTS).astype(np.uint16), found & _TIMES
 
     def name_of(self, number: int) -> str:
         """The tenant of that number; "" if it is not known."""
         return self._names[number]
 
-    def _place(
-        self, words: Words
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """The bucket of each address; its place there, or that of the oldest entry; whether it is
-        there."""
-        buckets = (words[:, 0] & self._mask).astype(np.int64)
-        same = (self._words[buckets] == words[:, None, :]).all(axis=2)
-        same &= self._causes[buckets] > 0
-        ways = np.where(same, -1, self._when_ms[buckets]).argmin(axis=1)
-        return buckets, ways, same[np.arange(len(words)), ways]
-
     def _take_in(self) -> None:
         if not self._waiting:
             return
-        counts = [len(words) for words, *_ in self._waiting]
-        words = np.concatenate([each[0] for each in self._waiting])
-        causes, by, when_ms = (
-            np.repeat(np.array([each[at] for each in self._waiting], dtype=np.int64), counts)
-            for at in (1, 2, 3)
-        )
+        words = np.concatenate([each for each, _ in self._waiting])
+        counts = [len(each) for each, _ in self._waiting]
+        whats = np.array([what for _, what in self._waiting], dtype=np.uint64).repeat(counts)
         self._waiting, self._waiting_blocks = [], 0
-        left = np.arange(len(words))
-        for _ in range(WAYS):  # blocks of one bucket take each other's place: these go once more
-            buckets, ways, _ = self._place(words[left])
-            self._words[buckets, ways] = words[left]
-            self._causes[buckets, ways] = causes[left]
-            self._by[buckets, ways] = by[left]
-            self._when_ms[buckets, ways] = when_ms[left]
-            left = left[~self._place(words[left])[2]]
-            if not len(left):
-                break
+        self._put(words, whats)
+
+    def _put(self, words: Words, whats: NDArray[np.uint64]) -> None:
+        buckets = self._buckets(words)
+        if len(set(buckets.tolist())) < len(words):  # those of one bucket go one after the other
+            half = len(words) // 2
+            self._put(words[:half], whats[:half])
+            self._put(words[half:], whats[half:])
+            return
+        entries = np.empty((len(words), WAYS, 2), dtype=np.uint64)
+        entries[:, 0, 0], entries[:, 0, 1] = words[:, 1], whats
+        entries[:, 1:] = self._entries.take(buckets, axis=0)[:, :-1]
+        self._entries[buckets] = entries
+
+    def _buckets(self, words: Words) -> NDArray[np.int64]:
+        return (words[:, 0] & self._mask).astype(np.int64)
 
 
 class UseTimes:

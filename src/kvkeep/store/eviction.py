@@ -36,6 +36,7 @@ _OLD_SLABS_LOOKED_AT = 8
 # rows that may be scanned for one eviction; bounds how often sizes are compared
 _ROWS_PER_EVICTION = 64
 _SEARCHES_A_MOVE = 64
+_SEARCHES_A_PIECE, _BLOCKS_A_PIECE = 4, 64  # a quarter of a millisecond
 
 
 @dataclass
@@ -67,11 +68,19 @@ class Eviction:
 
         The caller has pinned what must stay: the parent of the new blocks. A request evicts no
         more than its `_Budget` allows; the next one continues."""
+        self._budget = _Budget(emptying=2 * self._blocks.a_turn)
         with self._pressure(ROOM, tenant):
             return self._make_room(tenant, layout, wanted, now_ms)
 
+    def make_some_room(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> bool:
+        """A small piece of `make_room`. Whether it evicted anything."""
+        before, available = self.evictions, self._blocks.slabs.available(layout.slot_bytes)
+        self._budget = _Budget(searches=_SEARCHES_A_PIECE)
+        with self._pressure(ROOM, tenant):
+            self._make_room(tenant, layout, min(wanted, available + _BLOCKS_A_PIECE), now_ms)
+        return self.evictions > before
+
     def _make_room(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
-        self._budget = _Budget(emptying=2 * self._blocks.a_turn)
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
         if self._blocks.has_to_sweep:

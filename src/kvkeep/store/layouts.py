@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
@@ -102,24 +102,22 @@ class Layout:
 
     def take_checks(self, n: int) -> NDArray[np.int64]:
         """Rows of `checks` for n new blocks."""
-        reused = min(n, len(self._free_checks))
-        rows = self._free_checks[len(self._free_checks) - reused :].tolist()
-        del self._free_checks[len(self._free_checks) - reused :]
-        fresh = n - reused
+        fresh = max(0, n - len(self._free_checks))
+        stop = len(self._free_checks) - (n - fresh)
+        taken = np.array(self._free_checks[stop:], dtype=np.int64)
+        del self._free_checks[stop:]
+        self.checks[taken] = 0  # which adds nothing to a seal
+        if not fresh:
+            return taken
         if self._next_check + fresh > len(self.checks):
             step = min(len(self.checks), _LARGEST_STEP_BYTES // (8 * self.shards))
             self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
-        rows.extend(range(self._next_check, self._next_check + fresh))
-        # an earlier server's may be left there
-        self.checks[self._next_check : self._next_check + fresh] = 0
-        self._next_check += fresh
-        taken = np.array(rows, dtype=np.int64)
-        if reused:
-            self.checks[taken[:reused]] = 0  # which adds nothing to a seal
-        return taken
+        first, self._next_check = self._next_check, self._next_check + fresh
+        self.checks[first : self._next_check] = 0  # an earlier server's may be left there
+        return np.concatenate((taken, np.arange(first, self._next_check)))
 
-    def give_checks(self, rows: list[int]) -> None:
-        self._free_checks.extend(rows)
+    def give_checks(self, rows: ArrayLike) -> None:
+        self._free_checks.frombytes(np.asarray(rows, dtype=np.int64).tobytes())
 
     def take_over_checks(self, rows: NDArray[np.int64]) -> None:
         """Marks exactly these rows of `checks` as used, each by one block."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,17 +203,17 @@ class Store:
     @property
     def has_to_tidy(self) -> bool:
         blocks, tenants = self.blocks, self.tenants
-        order = blocks.order
-        begun = (
+        order, leaving = blocks.order, self.layouts.leaving
+        return bool(
             self.closing
             or blocks.has_to_sweep
             or tenants.to_update
             or order.to_scan
             or tenants.to_shrink
             or self.eviction.is_emptying
-        )
-        return bool(begun or order.behind or order.discarded) or any(
-            at >= 0 for at in self.layouts.leaving.values()
+            or order.behind
+            or order.discarded
+            or (leaving and max(leaving.values()) >= 0)
         )
 
     # -- lookup and release ------------------------------------------------------------------------
@@ -384,6 +385,22 @@ class Store:
         return StorePlan(
             np.array(positions, dtype=np.int32), slots, len(wanted) - new_from, apart=is_apart
         )
+
+    def make_some_room(
+        self, tenant: str, layout: int, parent: bytes, blocks: int, now_ms: int
+    ) -> bool:
+        """Evicts a few of those blocks that `prepare_store` of so many new ones below `parent` would
+        evict. False if there are none: the room is there, or cannot be had like this."""
+        shape, known = self.layouts.get(layout), self.tenants.get(tenant)
+        above = known.index.get(parent) if known and parent else NO_ROW
+        is_there = self.slabs.available(shape.slot_bytes) >= blocks
+        if is_there and self.tenants.limit_of(tenant) is None:
+            return False
+        if (parent and above == NO_ROW) or not self.tenants.has_place(tenant):
+            return False
+        owner = self.tenants.get_or_add(tenant)
+        with self._storing(owner, above, now_ms):
+            return self.eviction.make_some_room(owner, shape, blocks, now_ms)
 
     def complete_store(
         self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int
@@ -681,21 +698,26 @@ class Store:
         if not self.tenants.has_place(tenant) and (coldest := self.tenants.make_way()):
             self.blocks.clear(coldest)
         owner = self.tenants.get_or_add(tenant)
-        owner.storing += 1
         shape.used = self.blocks.next_use()
+        with self._storing(owner, above, now_ms):
+            room = self.eviction.make_room(owner, shape, len(keys), now_ms)
+            if room:
+                expires_ms = now_ms + ttl_ms if ttl_ms else 0
+                rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms)
+        return rows
+
+    @contextmanager
+    def _storing(self, owner: Tenant, above: int, now_ms: int) -> Iterator[None]:
+        """A turn in which room is made for blocks of this tenant below row `above`: both stay."""
+        owner.storing += 1
         if above != NO_ROW:
-            # so that making room does not evict the parent of the new blocks
             self.blocks.pin(above)
         self.blocks.begin_turn()
-        room = self.eviction.make_room(owner, shape, len(keys), now_ms)
-        if room:
-            expires_ms = now_ms + ttl_ms if ttl_ms else 0
-            rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms)
+        yield
         if above != NO_ROW:
             self.blocks.unpin(above, now_ms)
         owner.storing -= 1
         self.tenants.forget_if_idle(owner)
-        return rows
 
     def _note_refused(
         self,

@@ -10,10 +10,11 @@ cleared first. The other columns are derived from them."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvkeep.kv import native
 from kvkeep.kv.keys import KEY_BYTES
@@ -200,7 +201,7 @@ class BlockTable:
         self.keys = KeyColumn()
         self.many = Views()
         self.walker = None
-        self._free: list[int] = []
+        self._free = array("q")  # the next one last
         self._next = 0
         self._grow(_FIRST_CAPACITY)
 
@@ -210,23 +211,24 @@ class BlockTable:
 
     def take(self, n: int) -> NDArray[np.int64]:
         """Takes n rows. Their columns hold anything: the caller sets them all, the state last."""
-        reused = min(n, len(self._free))
-        rows = self._free[len(self._free) - reused :]
-        rows.reverse()  # what was evicted leaf first comes back in the order of a chain
-        del self._free[len(self._free) - reused :]
-        fresh = n - reused
+        fresh = max(0, n - len(self._free))
+        stop = len(self._free) - (n - fresh)
+        # in reverse: what was evicted leaf first comes back in the order of a chain
+        rows = np.array(self._free[stop:][::-1], dtype=np.int64)
+        del self._free[stop:]
+        if not fresh:
+            return rows
         if self._next + fresh > len(self.keys):
             self._grow(max(self._next + fresh, len(self.keys) + min(len(self.keys), _LARGEST_STEP)))
-        rows.extend(range(self._next, self._next + fresh))
         self._next += fresh
-        return np.array(rows, dtype=np.int64)
+        return np.concatenate((rows, np.arange(self._next - fresh, self._next)))
 
-    def give(self, rows: list[int]) -> None:
+    def give(self, rows: ArrayLike) -> None:
         """Takes rows back. `queued` -1 makes their queue entries stale."""
-        at = rows[0] if len(rows) == 1 else np.array(rows)
+        at = np.asarray(rows, dtype=np.int64)
         self.many.state[at] = FREE
         self.many.queued[at] = -1
-        self._free.extend(rows)
+        self._free.frombytes(at.tobytes())
 
     def take_over(self, live: NDArray[np.int64]) -> None:
         """Marks exactly these rows as used and all others as free."""
@@ -235,7 +237,7 @@ class BlockTable:
         free[live] = False
         self.many.state[free] = FREE
         self.many.queued[:] = -1
-        self._free = np.flatnonzero(free[: self._next])[::-1].tolist()
+        self._free = array("q", np.flatnonzero(free[: self._next])[::-1].tobytes())
 
     def live_rows(self, start: int = 0, stop: int = _MOST_ROWS) -> NDArray[np.int64]:
         """The rows in use, of those from `start` to `stop`."""

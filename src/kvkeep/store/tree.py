@@ -59,8 +59,16 @@ def longest_hit(table: BlockTable, index: KeyIndex, keys: bytes) -> int:
 
 def known_blocks(index: KeyIndex, keys: bytes) -> int:
     """How many leading keys the index has, in any state: the ancestors of a block are in it, too."""
-    blocks = range(len(keys) // KEY_BYTES)
-    return bisect_left(blocks, True, key=lambda at: index.get(key_at(keys, at)) == NO_ROW)
+    count = len(keys) // KEY_BYTES
+
+    def is_unknown(position: int) -> bool:
+        return index.get(key_at(keys, position)) == NO_ROW
+
+    if not count or is_unknown(0):
+        return 0
+    if not is_unknown(count - 1):
+        return count
+    return bisect_left(range(count), True, key=is_unknown)
 
 
 def rows_of_chain(

@@ -33,7 +33,6 @@ from kvkeep.tiers.disk_log import ALL_TENANTS, ROOT, ROW, Record, Recovered
 _SESSION = 1  # the one that does everything
 _USES_A_RECORD = 1 << 12
 _FREED_A_RECORD = 1 << 15
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,15 @@ class DiskIndex:
         encoded = self._encode(record)
         return DiskWrite(self._number, plan.positions, plan.slots, layout.slot_bytes, encoded)
 
+    def make_some_room(
+        self, tenant: str, shape: Layout, parent: bytes, blocks: int, now_ms: int
+    ) -> bool:
+        """Evicts a few of the blocks that `plan_write` would evict. False if there are none."""
+        layout = self._known(shape.fingerprint)
+        return layout is not None and self.store.make_some_room(
+            tenant, layout.number, parent, blocks, now_ms
+        )
+
     def take_records(self) -> DiskAppend | None:
         """What has changed without a write: clears, freed slots, uses. None if nothing has."""
         if not (self._clears or self._freed or self.store.slabs.given or self._used):
@@ -247,9 +255,8 @@ class DiskIndex:
         if owner is None or not known:
             return NORMAL_PRIORITY, 0
         rows = way_up(table, owner.index.get(key_at(keys, known - 1)), known)
-        expires = table.many.expires_ms[rows]
-        priority = int(table.many.priority[rows[-1]])
-        return priority, int(expires[expires > 0].min(initial=_NEVER)) % _NEVER
+        expires, priority = table.many.expires_ms[rows], table.priority[int(rows[-1])]
+        return priority, int(expires[expires > 0].min()) if expires.any() else 0
 
     def orders(self, fingerprint: bytes) -> dict[int, bytes]:
         """Shard -> digest of the order of its bytes, for `Layouts.inherit` of the memory store."""
