@@ -497,13 +497,13 @@ def test_a_store_that_has_begun_while_another_is_copied_ends_undone_if_the_worke
     def copy_until_closed(store: Store, *given: Any) -> None:
         copy(store, *given)  # begins another
         closing.start()
-        assert eventually(lambda: engine.worker.poll() and refused(engine))
+        assert eventually(lambda: refused(engine))
 
     monkeypatch.setattr(Store, "copy", copy_until_closed)
     every = engine.keys(2)
     stores = [StoreRequest("default", b"", every[at : at + 16], np.array([0])) for at in (0, 16)]
     engine.worker.store_all(dict(enumerate(stores)))
-    closing_began = eventually(closing.is_alive)
+    closing_began = eventually(lambda: closing.ident is not None)
     closing.join(30)
     assert closing_began and engine.worker.poll() == Finished(stored={0: 1, 1: 0}, incomplete=[1])
 

@@ -218,7 +218,7 @@ def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(
             request = llm.engine.add(tokens)
             for _ in range(number % 4):
                 llm.engine.step()
-            llm.engine.abort(request.id)
+            llm.engine.abort(request.request_id)
         llm.engine.step()
         assert llm.engine.flush()
         assert at_rest(server), "no lease waits for a timer"
