@@ -417,8 +417,7 @@ class ChaosDisk:
             write = store.sessions[session].writes.get(number)
             rows = np.asarray(write.rows).tolist() if session == MOVING and write else []
             done = complete_store(session, number, *asked, **more)
-            table = store.blocks.table
-            up = _names(store, [row for row in rows if table.state[row] == READY])
+            up = _names(store, [row for row in rows if _is_found(store, row)])
             if back := up & (self._cleared | self._clearing):
                 text = f"{len(back)} cleared blocks came up from the disk"
                 self._simulation.fail(Violation("broken_rules", text))
@@ -430,6 +429,15 @@ class ChaosDisk:
 def _names(store: Store, rows: Iterable[int]) -> set[Name]:
     table, owners = store.blocks.table, store.tenants.by_number
     return {(owners[table.tenant[row]].name, table.keys[row]) for row in rows}
+
+
+def _is_found(store: Store, row: int) -> bool:
+    """Whether a lookup could find it. A block that is cleared while it is read may still become
+    READY, but is in no index any more."""
+    table = store.blocks.table
+    if table.state[row] != READY:
+        return False
+    return store.tenants.by_number[table.tenant[row]].index.get(table.keys[row]) == row
 
 
 def _half(views: list[memoryview]) -> list[memoryview]:
