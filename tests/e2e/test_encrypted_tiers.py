@@ -99,7 +99,6 @@ def test_files_names_and_processes_tell_nothing(start: Start, tmp_path: Path) ->
             assert not any(bytes.fromhex(secret) in each for each in shown)
     assert b"is encrypted: key" in shown[2]
     stored = files(tmp_path / "shared")
-    assert len(stored) >= BLOCKS
     everything = b"".join(bytes(path) + content for path, content in stored.items())
     tenant = tenant_of(SALT)
     for plain in (SALT, tenant, tenant_digest(tenant), tenant_digest(SALT)):
@@ -110,7 +109,7 @@ def test_files_names_and_processes_tell_nothing(start: Start, tmp_path: Path) ->
     plain_files = files(tmp_path / "plain" / "v1")
     assert tenant_digest(tenant) in "".join(map(str, plain_files))
     blocks = [each for path, each in plain_files.items() if "control" not in path.parts]
-    assert len(blocks) >= BLOCKS
+    assert len(everything) >= sum(map(len, blocks)) > 0
     for content in blocks:
         samples = {content[at : at + 16] for at in range(len(content) // 2, len(content) - 16, 16)}
         telling = {each for each in samples if len(set(each)) > 6}

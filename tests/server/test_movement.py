@@ -271,7 +271,7 @@ def fill_and_restart(disk: Path) -> None:
         for conversation in range(20):
             world.put(conversation)
             assert world.get(conversation) == BLOCKS
-        assert eventually(lambda: world.tier()["in_flight_bytes"] == 0)
+            assert eventually(lambda: world.tier()["in_flight_bytes"] == 0)
         tier = world.tier()
         assert tier["used_bytes"] <= tier["capacity_bytes"] < 16 << 20
         assert tier["counts"]["written_blocks"] > tier["blocks"] > 0 and tier["state"] == "ok"
