@@ -125,6 +125,37 @@ def test_one_that_is_wrong_leaves_the_others_alone() -> None:
     assert tier.leading(names) == 1 and tier.leading([]) == 0
 
 
+def test_what_is_only_spoilt_on_the_way_is_found_and_stays() -> None:
+    """A host whose connection broke off once would have removed clears, and other hosts from their
+    list, before it had read them."""
+
+    class BreaksOff(Dictionary):
+        """In the middle of the first reading of each value."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[str] = []
+
+        def read(self, parts: Sequence[Part]) -> list[int]:
+            again = [part.name in self.asked for part in parts]
+            self.asked += [part.name for part in parts]
+            found = super().read(parts)
+            return [n if is_again else n // 2 for n, is_again in zip(found, again, strict=True)]
+
+    medium = BreaksOff()
+    tier = CheckedTier(medium)
+    data = os.urandom(5000)
+    for name in (NAME, f"{NAME}s"):
+        write(tier, data, name)
+    stored = dict(medium.values)
+    assert read(tier, [len(data)]) == data
+    parts = [Part(name, [memoryview(bytearray(len(data)))]) for name in (NAME, f"{NAME}s")]
+    assert tier.read(parts) == [len(data)] * 2
+    assert [bytes(part.views[0]) for part in parts] == [data] * 2
+    assert medium.values == stored
+    assert medium.asked == [NAME] * 3 + [f"{NAME}s"] * 2, "what was good is not read again"
+
+
 def test_a_medium_that_fails_while_a_wrong_value_is_removed_is_an_error() -> None:
     class Failing(Dictionary):
         def drop(self, names: Sequence[str]) -> None:

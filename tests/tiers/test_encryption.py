@@ -257,7 +257,7 @@ def test_two_hosts_at_any_two_steps_of_a_rotation(
     assert logs[0].sync([], 0) == logs[1].sync([], 0) == entries
     hosts = Hosts(one, "one"), Hosts(two, "two")
     for each in hosts:
-        each.confirm(0)
+        each.join()
     hosts[1].confirm(1)
     assert hosts[0].lacking(1) == [] and hosts[1].lacking(1) == ["one"]
 
@@ -325,8 +325,9 @@ def test_a_confirmation_that_is_forged_confirms_nothing() -> None:
     medium = Dictionary()
     tier = host(medium, "a")
     one, two = Hosts(tier, "one"), Hosts(tier, "two")
+    one.join()
+    two.join()
     one.confirm(1)
-    two.confirm(0)
     (mine,), (theirs,) = (
         Encryption(lambda: keys_of("a")).names(f"v1/control/done/{name}/1")
         for name in ("one", "two")

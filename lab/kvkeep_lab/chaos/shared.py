@@ -6,7 +6,7 @@ simulated service.
 
 A clear is followed from the operator's request to the answer: nothing that an engine began to store
 before may come from the service afterwards, on any host, nor be in the memory of a host that the
-answer did not name."""
+answer did not name. Hosts that nobody could know of are the exception (`_unknown_hosts`)."""
 
 from __future__ import annotations
 
@@ -124,12 +124,14 @@ class SharedMover(ChaosMover):
 
 @dataclass
 class _Clear:
-    """One clear, of a tenant or of all. `named`: hosts that the answer has named."""
+    """One clear, of a tenant or of all. `named`: hosts that the answer has named. `unknown`: those
+    that it could not name."""
 
     tenant: str | None
     asked_us: int
     answered_us: int
     named: set[str]
+    unknown: set[str]
 
     def covers(self, tenant: str, stored_us: int) -> bool:
         return self.tenant in (None, tenant) and stored_us < self.asked_us
@@ -253,7 +255,8 @@ class ChaosShared:
                 return  # the server is gone: nobody was told anything
             if not movement.is_clearing:
                 named, now_us = set(movement.unreached), self._simulation.now_us
-                self._clears.complete.append(_Clear(tenant, asked_us, now_us, named))
+                unknown = self._unknown_hosts(asked_us)
+                self._clears.complete.append(_Clear(tenant, asked_us, now_us, named, unknown))
                 text = f"a clear is complete{f', except on {sorted(named)}' if named else ''}"
                 self._record.tell(self.name, text)
                 for host in self._clears.hosts:
@@ -274,7 +277,7 @@ class ChaosShared:
                     continue
                 for clear in self._clears.complete:
                     is_old = clear.covers(owner.name, self._stored_us.get(key, _UNKNOWN_US))
-                    if is_old and self.name not in clear.named:
+                    if is_old and self.name not in clear.named | clear.unknown:
                         text = f"a block cleared at {clear.asked_us} us is in memory of {self.name}"
                         raise Violation("broken_rules", text)
 
@@ -309,6 +312,13 @@ class ChaosShared:
         return [f"{count} {name}" for name, count in counts.items() if count]
 
     # -- inside
+
+    def _unknown_hosts(self, since_us: int) -> set[str]:
+        """Hosts that the service has not had in its list all the time, and that this one has never
+        found there, as far as its server has noted for the next: a limit (decision 31)."""
+        noted = msgspec.json.decode(self._kept.read_bytes()).get("hosts", {})
+        known = self.service.listed(since_us).union(*noted.values())
+        return {host.name for host in self._clears.hosts} - known
 
     def _wall_ms(self) -> int:
         return _TODAY_MS + self._simulation.now_us // 1000
@@ -403,7 +413,7 @@ class ChaosShared:
         origin = self._read[key]
         self.hits += origin.host != self._host
         for clear in self._clears.complete:
-            if clear.covers(tenant, origin.stored_us):
+            if clear.covers(tenant, origin.stored_us) and self.name not in clear.unknown:
                 ago_us = self._simulation.now_us - clear.answered_us
                 text = (
                     f"a block came up on {self.name} that was cleared, {ago_us} us after the answer"

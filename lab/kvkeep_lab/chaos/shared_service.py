@@ -8,12 +8,16 @@ written. The product cannot see that; the checks of clears go by it."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvkeep.errors import TierError
-from kvkeep.tiers.clear_log import CLEARS
+from kvkeep.tiers.checked_tier import FRAME_BYTES
+from kvkeep.tiers.clear_log import _ENTRY_BYTES, CLEARS, HOSTS, Entry
 from kvkeep.tiers.tier import Part, Usage
 from kvkeep_lab.chaos.record import Record
 from kvkeep_lab.simulation.simulation import Simulation
@@ -45,6 +49,7 @@ class SharedService:
     ) -> None:
         self.values: dict[str, bytes] = {}
         self.origins: dict[str, Origin] = {}
+        self.put_us: dict[str, int] = {}  # since when each value is there
         self.acknowledged_us: dict[str, int] = {}  # when a host called a block written
         self.stalled_until_us = 0
         self.simulation = simulation
@@ -67,12 +72,25 @@ class SharedService:
         if name not in self.values:
             self.values[name] = value
             self.origins[name] = origin
+            self.put_us[name] = self.simulation.now_us
 
     def drop(self, names: Sequence[str]) -> None:
         for name in names:
             self.values.pop(name, None)
             self.origins.pop(name, None)
+            self.put_us.pop(name, None)
             self.acknowledged_us.pop(name, None)
+
+    def listed(self, since_us: int) -> set[str]:
+        """Hosts that whoever has read the list since then has found in it."""
+        hosts: set[str] = set()
+        for number in itertools.count(1):
+            name = f"{HOSTS}/{number}"
+            entry = self.values.get(name, b"")[FRAME_BYTES:]
+            if len(entry) < _ENTRY_BYTES or self.put_us[name] > since_us:
+                break  # those behind it were out of reach for a while
+            hosts.add(msgspec.json.decode(entry, type=Entry).name)
+        return hosts
 
     def lose_clear(self, chance: random.Random) -> bool:
         """One entry of the log of clears, if there are any."""

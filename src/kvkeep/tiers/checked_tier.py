@@ -9,8 +9,9 @@ What is written is cut into segments, and each is stored with a frame of 64 byte
 
 A segment stands on its own, so a range is read in one call and verified like the whole. A frame of
 another version, or of another kind where names are not secret, is a miss and stays as it is: another
-release of kvkeep wrote it. Whatever else is wrong (truncated, changed, moved from another name) is a
-miss and is removed, so that the next write repairs it for all hosts."""
+release of kvkeep wrote it. Whatever else is wrong (truncated, changed, moved from another name), and
+still is when it is read again, is a miss and is removed, so that the next write repairs it for all
+hosts."""
 
 from __future__ import annotations
 
@@ -184,6 +185,26 @@ class CheckedTier:
     def _read_planned(
         self, parts: Sequence[Part], names: Sequence[str], planned: Sequence[list[_Segment]]
     ) -> list[int]:
+        """What is bad is read again: only the way from the service may have spoilt it."""
+        result: list[int] = [-1] * len(parts)
+        left: Sequence[int] = range(len(parts))
+        for _ in range(2):
+            some = [(parts[number], names[number], planned[number]) for number in left]
+            bad: list[int] = []
+            for number, (verdict, nbytes) in zip(left, self._read_once(some), strict=True):
+                result[number] = nbytes if verdict is Verdict.GOOD else -1
+                if verdict is Verdict.BAD:
+                    bad.append(number)
+            left = bad
+            if not bad:
+                return result
+        self.medium.drop([names[number] for number in left])
+        return result
+
+    def _read_once(
+        self, asked: Sequence[tuple[Part, str, list[_Segment]]]
+    ) -> Iterator[tuple[Verdict, int]]:
+        """What to think of each, and bytes for the caller."""
         found = self.medium.read(
             [
                 Part(
@@ -191,23 +212,16 @@ class CheckedTier:
                     [view for each in plan for view in (each.frame, *each.views)],
                     plan[0].number * (FRAME_BYTES + SEGMENT_BYTES),
                 )
-                for name, plan in zip(names, planned, strict=True)
+                for _, name, plan in asked
             ]
         )
-        result: list[int] = []
-        bad: list[str] = []
-        for part, name, plan, nbytes in zip(parts, names, planned, found, strict=True):
-            verdict, taken = (
-                self._take(part, name, plan, nbytes) if nbytes > 0 else (Verdict.GOOD, nbytes)
-            )
-            if nbytes == 0 and part.offset < SEGMENT_BYTES:
-                verdict = Verdict.BAD  # of what is there, the beginning is missing
-            if verdict is Verdict.BAD:
-                bad.append(name)
-            result.append(taken if verdict is Verdict.GOOD else -1)
-        if bad:
-            self.medium.drop(bad)
-        return result
+        for (part, name, plan), nbytes in zip(asked, found, strict=True):
+            if nbytes > 0:
+                yield self._take(part, name, plan, nbytes)
+            elif nbytes == 0 and part.offset < SEGMENT_BYTES:
+                yield Verdict.BAD, 0  # of what is there, the beginning is missing
+            else:
+                yield Verdict.GOOD, nbytes
 
     def _take(
         self, part: Part, name: str, plan: Sequence[_Segment], nbytes: int

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvkeep.errors import TierError
+from kvkeep.tiers.checked_tier import CheckedTier
+from kvkeep.tiers.clear_log import HOSTS, Hosts
 from kvkeep.tiers.tier import Part
 from kvkeep_lab.chaos.record import Record
 from kvkeep_lab.chaos.shared_service import Origin, ServiceMedium, SharedService
@@ -113,3 +115,29 @@ def test_a_restart_and_evictions_remove_blocks(make: Callable[..., World]) -> No
     assert 20 <= len(world.service.values) < 41 and "v1/control/hosts/1" in world.service.values
     world.service.empty()
     assert not world.service.values and not world.service.origins
+
+
+def test_hosts_are_listed_since_the_last_gap_before_them_was_filled(
+    make: Callable[..., World],
+) -> None:
+    world = make()
+    service, tier = world.service, CheckedTier(world.media[0])
+
+    def work() -> None:
+        Hosts(tier, "one").join()
+        one_us = world.simulation.now_us
+        Hosts(tier, "two").join()
+        two_us = world.simulation.now_us
+        assert service.listed(one_us) == {"one"} and service.listed(two_us) == {"one", "two"}
+        entry = service.values[f"{HOSTS}/1"]
+        service.drop([f"{HOSTS}/1"])
+        assert service.listed(two_us) == set()
+        service.put(f"{HOSTS}/1", entry[: len(entry) // 2], Origin(0, 7))
+        assert service.listed(world.simulation.now_us) == set()
+        service.drop([f"{HOSTS}/1"])
+        world.simulation.sleep(1)
+        service.put(f"{HOSTS}/1", entry, Origin(0, 7))
+        assert service.listed(two_us) == set()
+        assert service.listed(world.simulation.now_us) == {"one", "two"}
+
+    world.run(work)
