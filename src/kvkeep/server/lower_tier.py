@@ -26,9 +26,8 @@ from kvkeep.tiers.mover import Job, Mover, Result
 if TYPE_CHECKING:  # imported where tracing is switched on, and nowhere else
     from kvkeep.wire.tracing import Span
 
-MOST_ROOM_PIECES = (
-    32  # before a job; the job makes the rest, so that stores which take it stop none
-)
+# Before a job, which makes the rest: so stores that keep taking the room stop no job.
+MOST_ROOM_PIECES = 32
 _BLOCKS_A_JOB = 128
 _FIRST_RATE = 500e6  # bytes a second, before any was measured
 _KEPT = 0.95  # of earlier jobs with each that ends: some 20 jobs count
