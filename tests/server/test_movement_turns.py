@@ -53,8 +53,8 @@ def test_a_turn_is_one_piece_of_work_and_stops_neither_results_nor_writes(tmp_pa
     layout = store.open_layout(ENGINE, b"layout", (SLOT,))
     process = Process()
     made = cast(Mover, process), cast(Watch, None)
-    whole = {"parcel_blocks": lambda slot_bytes: 1}  # no chain waits until a parcel is full
-    tier = Shared("tier", 0, lambda: made, tmp_path / "kept", **whole)
+    # No chain waits until it fills a parcel.
+    tier = Shared("tier", 0, lambda: made, tmp_path / "kept", parcel_blocks=lambda size: 1)
     _, planned = cast(tuple[Job, Any], tier.take_records(1))
     tier.wrote(planned, Result(1))  # it has read the log of clears
     movement = Movement(store, [], [tier], lambda: 0)
