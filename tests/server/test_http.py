@@ -292,6 +292,7 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
         ("/v1/settings", "PATCH", {"verify": []}, 422, "bad_request", "verify"),
         ("/v1/settings", "PATCH", {}, 422, "bad_request", ""),
         ("/v1/nothing", "GET", None, 404, "not_found", ""),
+        ("/v1/status/", "GET", None, 404, "not_found", ""),  # not sent on to another address
         ("/v1/status", "POST", None, 405, "method_not_allowed", ""),
     ],
 )

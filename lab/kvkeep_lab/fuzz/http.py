@@ -96,14 +96,15 @@ class App:
         async def send(message: Message) -> None:
             told.append(message)
 
+        raw_path = path.encode(errors="replace")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "scheme": "http",
             "method": method,
-            "path": path,
-            "raw_path": path.encode(errors="replace"),
+            "path": raw_path.decode(),  # a server decodes it, and leaves no surrogates
+            "raw_path": raw_path,
             "query_string": query,
             "root_path": "",
             "headers": headers,

@@ -146,6 +146,7 @@ def make_app(
         redoc_url=None,
         # FastAPI would encode the document for each request: see _add_description
         openapi_url=None,
+        redirect_slashes=False,  # it would answer with an address from the request's Host header
     )
     app.add_middleware(
         Guard,
