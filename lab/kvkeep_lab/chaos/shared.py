@@ -6,7 +6,7 @@ simulated service.
 
 A clear is followed from the operator's request to the answer: nothing that an engine began to store
 before may come from the service afterwards, on any host, nor be in the memory of a host that the
-answer did not name. Hosts that nobody could know of are the exception (`_unknown_hosts`)."""
+answer did not name. Hosts that it could not know are the exception (`_unknown_hosts`)."""
 
 from __future__ import annotations
 

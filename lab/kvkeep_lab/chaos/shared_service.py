@@ -82,7 +82,7 @@ class SharedService:
             self.acknowledged_us.pop(name, None)
 
     def listed(self, since_us: int) -> set[str]:
-        """Hosts that whoever has read the list since then has found in it."""
+        """Hosts that every reader of the list has found in it since then."""
         hosts: set[str] = set()
         for number in itertools.count(1):
             name = f"{HOSTS}/{number}"
